@@ -1,0 +1,86 @@
+"""Whole rollouts: a task in an environment, from the first request to the reward; and many of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import anyio
+
+from obsspec.speculation import Rollout, Speculator
+from obsspec.types import OpenEnvironment, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A rollout that broke: its environment or its policy raised."""
+
+    task: str
+    seed: int
+    error: str
+    """One line."""
+
+
+async def rollout(speculator: Speculator, task: Task, open_environment: OpenEnvironment, seed: int = 0) -> Trajectory:
+    """Runs a task once. Raises what the environment or the policy raised; leaves nothing running however it ends."""
+    async with open_environment(task) as environment:
+        began = anyio.current_time()
+        async with speculator.rollout(task.instruction, seed=seed, task=task.id) as run:
+            while action := await run.act():
+                run.observe(await environment.execute(action.command))
+            seconds = anyio.current_time() - began
+        return _trajectory(run, task, seed, seconds, reward=await environment.score())
+
+
+async def rollouts(
+    speculator: Speculator,
+    jobs: Iterable[tuple[Task, int]],
+    open_environment: OpenEnvironment,
+    concurrency: int = 8,
+    finished: Callable[[Trajectory | Failure], None] = lambda result: None,
+) -> list[Trajectory | Failure]:
+    """Runs every (task, seed) of ``jobs``, at most ``concurrency`` at once, and returns what came out, in their order.
+
+    ``finished`` is called with each result as it comes: for writing it down, and for progress (see
+    `obsspec.reports.progress`). A rollout that breaks is a Failure in the result and does not disturb the others;
+    what ``finished`` raises ends them all.
+    """
+    if concurrency < 1:
+        raise ValueError(f"concurrency must be at least 1, not {concurrency}")
+    pending = enumerate(jobs)
+    results: dict[int, Trajectory | Failure] = {}
+    broken: list[Exception] = []
+
+    async def work() -> None:
+        for place, (task, seed) in pending:
+            try:
+                results[place] = await rollout(speculator, task, open_environment, seed)
+            except Exception as error:
+                results[place] = Failure(task.id, seed, " ".join(f"{type(error).__name__}: {error}".split()))
+            try:
+                finished(results[place])
+            except Exception as error:  # Raised below, outside the task group, which would wrap it.
+                broken.append(error)
+                workers.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as workers:
+        for _ in range(concurrency):
+            workers.start_soon(work)
+    if broken:
+        raise broken[0]
+    return [results[place] for place in sorted(results)]
+
+
+def _trajectory(run: Rollout, task: Task, seed: int, seconds: float, reward: float) -> Trajectory:
+    assert run.end is not None
+    return Trajectory(
+        task=task.id,
+        family=task.family,
+        level=task.level,
+        seed=seed,
+        context=run.context,
+        turns=run.turns,
+        end=run.end,
+        seconds=seconds,
+        reward=reward,
+    )
