@@ -279,7 +279,7 @@ class Rollout:
         for child in parent.children.values():
             for branch in child.above():
                 branch.scope.cancel()
-        self._turns.append(_turn(parent, observation, executing, rendered, kept is not None, wasted))
+        self._turns.append(self._turn(parent, observation, executing, rendered, kept is not None, wasted))
         if parent.turn + 1 >= self._settings.max_turns:
             self.end = "turns"
         elif self._token_budget(extended := self._extend(parent, rendered)) < 1:
@@ -307,8 +307,48 @@ class Rollout:
                 child.probability = other.probability * child.draft
 
     def _finish(self, end: End) -> None:
-        self._turns.append(_turn(self._committed, None, None, (), False, 0))
+        self._turns.append(self._turn(self._committed))
         self.end = end
+
+    def _turn(
+        self,
+        branch: Branch,
+        observation: Observation | None = None,
+        executing: Interval | None = None,
+        rendered: Tokens = (),
+        hit: bool = False,
+        wasted: int = 0,
+    ) -> Turn:
+        """The record of a branch whose observation is known now, or, without one, of the rollout's last branch."""
+        assert branch.step is not None
+        drafts = tuple(replace(record, exact=tokens == rendered) for tokens, record in branch.drafts)
+        return Turn(
+            generation=branch.generation,
+            step=branch.step,
+            observation=observation,
+            generating=tuple(branch.generating),
+            executing=executing,
+            outcome="hit" if hit and executing else self._outcome(branch, drafts),
+            drafts=drafts,
+            wasted_tokens=wasted,
+        )
+
+    def _outcome(self, branch: Branch, drafts: tuple[DraftRecord, ...]) -> Outcome:
+        """How speculation on a branch's observation ended where it was not a hit."""
+        if not self._speculates(branch):
+            return "off"
+        if any(draft.admitted for draft in drafts):
+            return "miss"
+        if drafts:
+            return "gated"
+        if branch.predictor_failed:
+            return "failed"
+        return "off" if branch.predictor_returned else "late"
+
+    def _speculates(self, branch: Branch) -> bool:
+        """Whether the observation of the branch's action is to be predicted, once the branch is near enough."""
+        has_next = branch.turn + 1 < self._settings.max_turns
+        return isinstance(branch.step, Action) and self._predictor is not None and self._settings.depth > 0 and has_next
 
     # One branch: it generates, then drafts; each draft that is worth it becomes a child, which does the same.
 
@@ -450,43 +490,6 @@ def _check(draft: Draft) -> None:
     draft.text.encode()  # Not text, or lone surrogates.
     if not 0.0 <= draft.probability <= 1.0:  # Also false for NaN.
         raise ValueError(f"a draft of probability {draft.probability}")
-
-
-def _turn(
-    branch: Branch,
-    observation: Observation | None,
-    executing: Interval | None,
-    rendered: Tokens,
-    hit: bool,
-    wasted: int,
-) -> Turn:
-    """The record of a branch whose observation is now known, or that ended the rollout (no observation)."""
-    assert branch.step is not None
-    drafts = tuple(replace(record, exact=tokens == rendered) for tokens, record in branch.drafts)
-    return Turn(
-        generation=branch.generation,
-        step=branch.step,
-        observation=observation,
-        generating=tuple(branch.generating),
-        executing=executing,
-        outcome=_outcome(branch, drafts, hit),
-        drafts=drafts,
-        wasted_tokens=wasted,
-    )
-
-
-def _outcome(branch: Branch, drafts: tuple[DraftRecord, ...], hit: bool) -> Outcome:
-    if branch.asked_at is None:
-        return "off"
-    if hit:
-        return "hit"
-    if any(draft.admitted for draft in drafts):
-        return "miss"
-    if drafts:
-        return "gated"
-    if branch.predictor_failed:
-        return "failed"
-    return "off" if branch.predictor_returned else "late"
 
 
 def _with_hidden_seconds(turn: Turn, kept: Iterable[Interval]) -> Turn:
