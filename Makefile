@@ -1,0 +1,37 @@
+# `make demo` and `make test` set everything up by themselves; a second call finds it there.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.local
+	$(BIN)/obsspec demo
+
+test: $(VENV)/.development lint
+	$(BIN)/pytest
+
+lint: $(VENV)/.development
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+
+# One benchmark: `make bench NAME=engine`; its figures also go to build/NAME.json.
+bench: $(VENV)/.development
+	@mkdir -p build
+	$(BIN)/python benchmarks/$(NAME).py --json build/$(NAME).json
+
+# constraints.txt pins torch to the CPU build: developing needs no GPU.
+$(VENV)/.local: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[local]'
+	touch $@
+
+$(VENV)/.development: $(VENV)/.local
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[training]' --group dev
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

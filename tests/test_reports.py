@@ -1,0 +1,160 @@
+"""Results on disk, summaries and comparisons."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from obsspec import Draft, Failure, InputError, Observation, Query, Settings, Speculator, Task, Trajectory, rollout
+from obsspec.reports.comparison import compare
+from obsspec.reports.records import RunDirectory, TrajectoryLine, line_of, read_trajectories
+from obsspec.reports.summary import summarize
+from obsspec.testing import ScriptedChat, ScriptedEnvironment, ScriptedPolicy, decode
+
+
+class Always:
+    """Drafts ``text``, as predictor ``always``."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    async def predict(self, query: Query, propose: object) -> None:
+        propose(Draft(self.text, 0.9, "always"))  # type: ignore[operator]
+
+    def learn(self, query: Query, observation: Observation) -> None:
+        pass
+
+
+def trajectory(
+    *commands: str,
+    output: str = "out",
+    draft: str = "out",
+    depth: int = 1,
+    task: str = "family/easy/1",
+    reward: float = 1,
+) -> TrajectoryLine:
+    texts = (*commands, "done")
+    policy = ScriptedPolicy(lambda context, seed: texts[decode(context).count("\n") // 2])
+    speculator = Speculator(policy, ScriptedChat(), Always(draft), Settings(depth=depth))
+    environment = ScriptedEnvironment(lambda executed: Observation(output, 1.0, 0), reward)
+
+    async def main() -> Trajectory:
+        return await rollout(speculator, Task(task, "go", "family", "easy"), environment.open)
+
+    result = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    return line_of(result, "go", lambda generation: decode(generation.tokens))
+
+
+def test_a_line_holds_everything_and_reads_back(tmp_path: Path) -> None:
+    line = trajectory("ls", "cat x")
+    RunDirectory(tmp_path / "run", {"depth": 1}, resume=False).write(line)
+    assert read_trajectories(tmp_path / "run") == [line]
+    assert len(line.tokens) == len(line.mask) == len(line.logprobs)
+    assert [message["content"] for message in line.messages] == ["go", "ls", "out", "cat x", "out", "done"]
+    assert [turn.outcome for turn in line.turns] == ["hit", "hit", "off"]
+
+
+def test_a_torn_line_is_cut_and_the_rest_resumed(tmp_path: Path) -> None:
+    RunDirectory(tmp_path, {"seed": 1}, resume=False).write(trajectory("ls"))
+    with (tmp_path / "trajectories.jsonl").open("a") as file:
+        file.write('{"task": "family/easy/2", "seed"')
+    resumed = RunDirectory(tmp_path, {"seed": 1}, resume=True)
+    assert resumed.done == {("family/easy/1", 0)}
+    resumed.write(trajectory("ls", task="family/easy/2"))
+    assert [line.task for line in read_trajectories(tmp_path)] == ["family/easy/1", "family/easy/2"]
+
+
+def test_failures_are_kept_apart_and_tried_again(tmp_path: Path) -> None:
+    RunDirectory(tmp_path, {}, resume=False).write(Failure("family/easy/1", 3, "OSError: no sandbox"))
+    assert "no sandbox" in (tmp_path / "failures.jsonl").read_text()
+    assert RunDirectory(tmp_path, {}, resume=True).done == set()
+    assert not (tmp_path / "failures.jsonl").exists()
+
+
+def test_bad_run_directories_say_what_to_do(tmp_path: Path) -> None:
+    RunDirectory(tmp_path / "run", {"depth": 1}, resume=False).write(trajectory("ls"))
+    with pytest.raises(InputError, match="add --resume"):
+        RunDirectory(tmp_path / "run", {"depth": 1}, resume=False)
+    with pytest.raises(InputError, match=r"depth = 1, now it is 2"):
+        RunDirectory(tmp_path / "run", {"depth": 2}, resume=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="choose a directory"):
+        RunDirectory(tmp_path / "file", {}, resume=False)
+    with pytest.raises(InputError, match=r"trajectories.jsonl: No such file"):
+        read_trajectories(tmp_path / "nothing")
+    with (tmp_path / "run" / "trajectories.jsonl").open("a") as file:
+        file.write('{"task": 1}\n')
+    with pytest.raises(InputError, match=r"trajectories.jsonl, line 2: task"):
+        read_trajectories(tmp_path / "run")
+
+
+def test_a_full_disk_loses_nothing_that_was_written(tmp_path: Path) -> None:
+    """The limit on file sizes stands for a full disk: the write fails in its middle, with an OSError."""
+    run = RunDirectory(tmp_path / "run", {}, resume=False)
+    line = trajectory("ls")
+    run.write(line)
+    size = (tmp_path / "run" / "trajectories.jsonl").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, before[1]))
+    try:
+        with pytest.raises(InputError, match="make room and go on with --resume"):
+            run.write(trajectory("cat x"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert read_trajectories(tmp_path / "run") == [line]
+
+
+def test_a_summary_states_its_denominators() -> None:
+    lines = [trajectory("ls", "cat x"), trajectory("ls", draft="wrong", reward=0), trajectory("ls", depth=0)]
+    summary = summarize(lines)
+    assert (summary.rollouts, summary.solved, summary.tool_calls) == (3, 2, 4)
+    assert (summary.attempted, summary.drafted, summary.hits) == (3, 3, 2)
+    assert summary.tool_seconds == pytest.approx(4.0)
+    assert summary.hidden_seconds == pytest.approx(0.6 + 0.5)
+    assert summary.wasted_tokens == 5
+    always = summary.predictors["always"]
+    assert (always.drafts, always.exact, always.hits) == (3, 2, 2)
+    assert always.hidden_seconds == pytest.approx(summary.hidden_seconds)
+    assert summary.solved_by_family == {"family": (2, 3)}
+
+
+def test_equal_runs_compare_as_identical_whatever_their_speculation() -> None:
+    comparison = compare([trajectory("ls", depth=0)], [trajectory("ls", depth=2)])
+    assert (comparison.identical, comparison.compared) == (1, 1)
+    assert comparison.first_seconds > comparison.second_seconds
+
+
+def test_a_policy_that_wrote_otherwise_is_a_difference() -> None:
+    comparison = compare([trajectory("ls", "a")], [trajectory("ls", "b")])
+    assert (comparison.identical, comparison.compared) == (0, 1)
+    assert [(place.turn, place.what) for place in comparison.different] == [(1, "the policy wrote other tokens")]
+
+
+def test_an_environment_that_answers_otherwise_is_counted_apart() -> None:
+    comparison = compare([trajectory("date", "a", output="1")], [trajectory("date", "b", output="2")])
+    assert (comparison.identical, comparison.compared, comparison.different) == (0, 0, ())
+    assert "'date'" in comparison.environment[0].what
+    assert comparison.environment[0].task == "family/easy/1"
+
+
+def test_a_longer_run_and_a_changed_mask_are_differences() -> None:
+    one = trajectory("ls")
+    longer = trajectory("ls", "ls")
+    assert compare([one], [longer]).identical == 0
+    unmasked = one.model_copy(update={"mask": [1 - bit for bit in one.mask]})
+    assert compare([one], [unmasked]).identical == 0
+
+
+def test_runs_are_paired_by_task_and_seed() -> None:
+    one, other = trajectory("ls"), trajectory("ls", task="family/easy/2")
+    comparison = compare([one, other], [one])
+    assert comparison.only_in_first == (("family/easy/2", 0),)
+    with pytest.raises(InputError, match="no rollout in common"):
+        compare([one], [other])
