@@ -6,13 +6,14 @@ import math
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from scenarios import Scenario, check
 
 seeds = st.integers(0, 2**32)
 depths = st.integers(0, 3)
 breadths = st.integers(1, 3)
 shares = st.floats(0.0, 1.0)
-many = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+many = settings(max_examples=700, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 @many

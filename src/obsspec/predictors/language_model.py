@@ -1,0 +1,149 @@
+"""A language model as a predictor: it continues the rollout as a shell would.
+
+The probability of a draft is the product of its tokens' probabilities, which is the model's own estimate that exactly
+this text follows. So the policy it runs on must report, for greedy generation too, the log-probability of each token
+under the model's softmax at temperature 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from obsspec.chat import WorldModelChat
+from obsspec.context import Context, Tokens
+from obsspec.errors import InputError
+from obsspec.predictors.prefixes import Prefixes
+from obsspec.types import Chunk, Draft, Exchange, Observation, Policy, Query, Request, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a world model reads and writes. Training and prediction must use the same."""
+
+    context_tokens: int = 4096
+    """Most tokens of prompt and draft together."""
+    draft_tokens: int = 512
+    """Longer drafts are abandoned, and longer commands are not predicted."""
+    observation_characters: int = 2000
+    """Of a longer observation in the history, the model reads only the first and the last half of this many."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.draft_tokens <= self.context_tokens // 4:
+            raise InputError(
+                f"world model: draft_tokens ({self.draft_tokens}) must be at least 1 and at most a quarter of "
+                f"context_tokens ({self.context_tokens})"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A history as the world model reads it."""
+
+    opening: Tokens
+    exchanges: tuple[Tokens, ...]
+    """The tokens of each exchange that is still in the prompt, oldest first."""
+    context: Context
+
+
+class Prompts:
+    """What a world model reads, in training as in use.
+
+    A prompt only grows with its rollout, so that a prefix cache stays warm, until it would be longer than the limits
+    allow. Then it starts again from the instruction and the latest exchanges, as many as fit in half of its room.
+    """
+
+    def __init__(self, chat: WorldModelChat, limits: Limits) -> None:
+        self._chat = chat
+        self._limits = limits
+        self._prompts: Prefixes[_Prompt] = Prefixes(self._start, self._then)
+
+    def of(self, query: Query) -> Context | None:
+        """The prompt that the answer to ``query`` follows; None where command or instruction are too long for it."""
+        command = self._chat.ask(query.command)
+        context = self._prompts.after(query).context.given(command)
+        fits = context.length + self._limits.draft_tokens <= self._limits.context_tokens
+        return context if fits and len(command) <= self._limits.draft_tokens else None
+
+    def _start(self, instruction: str) -> _Prompt:
+        opening = self._chat.start(instruction)
+        return _Prompt(opening, (), Context.of(opening))
+
+    def _then(self, prompt: _Prompt, exchange: Exchange) -> _Prompt:
+        observation = abridge(exchange.observation, self._limits.observation_characters)
+        tokens = self._chat.ask(exchange.command) + self._chat.answer(observation)
+        exchanges = (*prompt.exchanges, tokens)
+        room = self._limits.context_tokens - 2 * self._limits.draft_tokens
+        if prompt.context.length + len(tokens) <= room:
+            return _Prompt(prompt.opening, exchanges, prompt.context.given(tokens))
+        kept = _latest(exchanges, room // 2 - len(prompt.opening))
+        context = Context.of(prompt.opening)
+        for each in kept:
+            context = context.given(each)
+        return _Prompt(prompt.opening, kept, context)
+
+
+class LanguageModel:
+    """A ``types.Predictor`` that proposes the greedy continuation, if it is short and likely enough.
+
+    A draft is given up as soon as its probability falls below ``floor``, since it can only fall further. ``learn`` does
+    nothing: the model is trained elsewhere, on ``Prompts`` of the same limits.
+    """
+
+    def __init__(self, policy: Policy, chat: WorldModelChat, limits: Limits = Limits(), floor: float = 0.1) -> None:
+        self._policy = policy
+        self._chat = chat
+        self._prompts = Prompts(chat, limits)
+        self._sampling = Sampling(temperature=0.0, max_tokens=limits.draft_tokens)
+        self._least = math.log(floor) if floor > 0 else -math.inf
+
+    async def predict(self, query: Query, propose: Callable[[Draft], None]) -> None:
+        context = self._prompts.of(query)
+        if context is None:
+            return
+        request = Request(
+            context=context,
+            sampling=self._sampling,
+            max_tokens=self._sampling.max_tokens,
+            stop=self._chat.stop,
+            seed=0,
+            turn=len(query.history),
+            # All rollouts of a task share it: a query does not say which of them asks, and their prompts begin alike.
+            rollout=f"world model: {query.task}",
+        )
+        tokens: list[int] = []
+        logprob = 0.0
+        with anyio.CancelScope() as worthwhile:
+
+            def emit(chunk: Chunk) -> None:
+                nonlocal logprob
+                tokens.extend(chunk.tokens)
+                logprob += sum(chunk.logprobs)
+                if logprob < self._least:
+                    worthwhile.cancel()
+
+            finish = await self._policy.generate(request, emit)
+            if finish == "stop" and logprob >= self._least:
+                propose(Draft(self._chat.text(tuple(tokens)), math.exp(min(0.0, logprob)), "language_model"))
+
+    def learn(self, query: Query, observation: Observation) -> None:
+        """Nothing."""
+
+
+def abridge(text: str, characters: int) -> str:
+    """``text``, or where it is longer than ``characters``, its first and last half as many and how many are between."""
+    half = characters // 2
+    if len(text) <= characters:
+        return text
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters]\n{text[-half:]}"
+
+
+def _latest(exchanges: Sequence[Tokens], room: int) -> tuple[Tokens, ...]:
+    """As many of the last exchanges as have at most ``room`` tokens together."""
+    first = len(exchanges)
+    while first and (room := room - len(exchanges[first - 1])) >= 0:
+        first -= 1
+    return tuple(exchanges[first:])

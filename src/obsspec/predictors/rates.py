@@ -1,0 +1,22 @@
+"""How often something came true, counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Rate:
+    """Attempts, and those of them that hit."""
+
+    hits: int = 0
+    attempts: int = 0
+
+    def count(self, hit: bool) -> None:
+        self.attempts += 1
+        self.hits += hit
+
+    def estimate(self, prior: float, weight: float) -> float:
+        """The probability that the next attempt hits: the mean of a Beta posterior whose prior, with mean ``prior``,
+        counts as much as ``weight`` attempts."""
+        return (self.hits + weight * prior) / (self.attempts + weight)
