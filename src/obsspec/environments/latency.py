@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import anyio
 
@@ -74,8 +75,8 @@ def _from_file(text: str) -> Latency:
         content = json.loads(Path(file).read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"--latency {file}: {getattr(error, 'strerror', None) or 'not JSON'}") from None
-    found = content.get(name, content.get("tool_call", {}).get(name)) if isinstance(content, dict) else None
     try:
+        found: Any = content.get(name, content.get("tool_call", {}).get(name))
         if isinstance(found, list):
             latency = recorded([float(value) for value in found], text)
         else:
