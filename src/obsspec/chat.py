@@ -15,9 +15,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from obsspec.context import Context, Tokens
+from obsspec.context import Tokens
 from obsspec.errors import InputError
-from obsspec.types import Action, Done, Generation, Malformed, Query, Step
+from obsspec.types import Action, Done, Generation, Malformed, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,9 +43,12 @@ _USER_PROBES = (
 )
 """Texts that templates are known to change: stripped, collapsed, escaped or normalised."""
 
-_ASSISTANT_PROBES = ("```bash\nls -l\n```", "done", "<think>\nWhat is there?\n</think>\n\n```bash\nls\n```", "done\n\n")
+_ASSISTANT_PROBES = ("```bash\nls -l\n```", "done", "done\n\n")
 """Texts as a policy writes them. None begins with white space: what a model writes stays in the model's own tokens, and
 a tokenizer would have merged such a beginning into the prompt before it."""
+
+_REASONING_PROBE = "<think>\nWhat is there?\n</think>\n\n```bash\nls\n```"
+"""What templates drop from all but the last message. Its marks are control tokens in some vocabularies."""
 
 _SYSTEM, _USER, _ASSISTANT, _NEXT = "SystemProbe", "UserProbe", "AssistantProbe", "NextProbe"
 
@@ -150,30 +153,30 @@ class ChatFormat:
 
     def _check(self) -> None:
         """Raise InputError unless deltas give the tokens of the whole template, and names of controls stay text."""
-        for probe in _USER_PROBES:
-            for written in _ASSISTANT_PROBES:
-                whole = self._template_ids(self._render(_SYSTEM, probe, written, probe, written, probe))
-                grown = self.open(_SYSTEM, probe)
-                for _ in range(2):
-                    grown += self.encode(written) + self.end + self.reply(probe)
-                if grown != whole:
-                    raise self._unusable(self._difference(probe, written, grown, whole))
+        for user in _USER_PROBES:
+            for written in (_REASONING_PROBE, *_ASSISTANT_PROBES):
+                rendered = self._render(_SYSTEM, user, written, user, written, user)
+                if rendered.count(written) < 2:
+                    raise self._unusable(f"it drops or changes the earlier assistant message {written!r}")
+                if rendered.count(user) < 3:
+                    raise self._unusable(f"it strips or changes the user message {user!r}")
+                if written != _REASONING_PROBE:
+                    self._check_tokens(user, written, self._template_ids(rendered))
         for name, token in self._control.items():
             if token in self.encode(f"a{name}b {name}"):
                 raise self._unusable(f"the tokenizer reads the text {name!r} as a control token")
 
-    def _difference(self, probe: str, written: str, grown: Tokens, whole: Tokens) -> str:
-        rendered = self._render(_SYSTEM, probe, written, probe, written, probe)
-        if rendered.count(written) < 2:
-            return f"it drops or changes the earlier assistant message {written!r}"
-        if rendered.count(probe) < 3:
-            return f"it strips or changes the user message {probe!r}"
-        place = next(
-            (i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), min(len(grown), len(whole))
-        )
+    def _check_tokens(self, user: str, written: str, whole: Tokens) -> None:
+        grown = self.open(_SYSTEM, user)
+        for _ in range(2):
+            grown += self.encode(written) + self.end + self.reply(user)
+        if grown == whole:
+            return
+        pairs = zip(grown, whole, strict=False)
+        place = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(grown), len(whole)))
         got, expected = (self.decode(tokens[place : place + 4]) for tokens in (grown, whole))
-        return (
-            f"with the user message {probe!r} and the assistant message {written!r}, token {place} on reads"
+        raise self._unusable(
+            f"with the user message {user!r} and the assistant message {written!r}, token {place} on reads"
             f" {expected!r} in the whole conversation, and {got!r} when messages are appended"
         )
 
@@ -205,8 +208,7 @@ class TerminalChat:
         Text around the command is allowed, so that a policy can think. ``done`` stands alone on the last line, in a
         message without a command; what stands before it is the answer.
         """
-        ended = self._ended(generation)
-        text = self.format.decode(generation.tokens[:-1] if ended else generation.tokens)
+        text = self.text(generation)
         blocks = list(_BLOCK.finditer(text))
         rest = _BLOCK.sub("", text)
         if len(blocks) > 1:
@@ -216,7 +218,7 @@ class TerminalChat:
         if blocks:
             command = blocks[0]["command"].removesuffix("\n")
             return Action(command) if command.strip() else Malformed(f"Your bash block is empty. {_PROTOCOL}")
-        if not ended:
+        if not self._ended(generation):
             return Malformed(f"Your message was too long and was cut off. {_PROTOCOL}")
         answer, _, last = text.strip().rpartition("\n")
         if last.strip() == "done":
@@ -226,6 +228,10 @@ class TerminalChat:
     def observe(self, generation: Generation, text: str) -> Tokens:
         """What follows ``generation`` when its observation reads ``text``; ends the message first if it was cut off."""
         return (() if self._ended(generation) else self.format.end) + self.format.reply(text)
+
+    def text(self, generation: Generation) -> str:
+        """What ``generation`` reads, without the token that ended it."""
+        return self.format.decode(generation.tokens[:-1] if self._ended(generation) else generation.tokens)
 
     def action_tokens(self, command: str) -> Tokens:
         """What a policy generates to run ``command``, stop token included: ``parse`` gives ``Action(command)`` back."""
@@ -278,15 +284,6 @@ class WorldModelChat:
     def text(self, tokens: Tokens) -> str:
         """The observation that generated ``tokens`` predict: the inverse of ``answer``."""
         return self.format.decode(tokens[:-1] if tokens[-1:] == self.format.end else tokens)
-
-    def context(self, query: Query) -> Context:
-        """The whole prompt for ``query``; prompts of one rollout share their prefixes."""
-        context = Context()
-        tokens = self.start(query.instruction)
-        for exchange in query.history:
-            context = context.given(tokens + self.ask(exchange.command))
-            tokens = self.answer(exchange.observation)
-        return context.given(tokens + self.ask(query.command))
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
