@@ -163,7 +163,8 @@ class Chat(Protocol):
     tokens that end a generation.
     """
 
-    stop: Tokens
+    @property
+    def stop(self) -> Tokens: ...
 
     def start(self, instruction: str) -> Tokens: ...
 
