@@ -1,0 +1,189 @@
+"""From expert runs in the sandbox to the rows that a policy and a world model are trained on.
+
+A row holds exactly the tokens that a rollout, or the predictor, would put before the model, piece by piece, so that
+nothing is learned on other tokens than those it will see. Its labels say which of them are learned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import anyio
+from pydantic import TypeAdapter, ValidationError
+
+from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
+from obsspec.context import Tokens
+from obsspec.errors import InputError
+from obsspec.predictors.language_model import Limits, Prompts
+from obsspec.tasks import Instance
+from obsspec.types import Exchange, Generation, OpenEnvironment, Query
+
+Role = Literal["policy", "world_model"]
+"""What an adapter makes of the base model: it writes commands, or what they print."""
+
+IGNORED = -100
+"""The label of a token that is read but not learned, as in PyTorch's cross-entropy."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRun:
+    """What an expert did on a task and what it saw, from the instruction to the solution."""
+
+    task: str
+    """The task's id."""
+    family: str
+    level: str
+    instruction: str
+    exchanges: tuple[Exchange, ...]
+    mistakes: tuple[bool, ...]
+    """For each exchange, whether its command is a slip that a later one corrects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence to train on. ``labels`` is as long as ``tokens``: the token itself, or ``IGNORED``."""
+
+    tokens: Tokens
+    labels: Tokens
+
+    def cut(self, length: int) -> Row:
+        """At most the first ``length`` tokens."""
+        return Row(self.tokens[:length], self.labels[:length])
+
+
+async def collect(
+    instances: Iterable[Instance],
+    file: Path,
+    open_environment: OpenEnvironment,
+    concurrency: int = 6,
+    finished: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """Runs each instance's expert that has no line in ``file`` yet, and appends those that solved their task.
+
+    A line is written whole and synced; a crash loses at most the runs in flight, and the same call goes on.
+    ``finished`` is called after each instance, for progress. Returns the ids of the tasks that stayed unsolved.
+    """
+    pending = iter(instances)
+    unsolved: list[str] = []
+
+    async def work() -> None:
+        for instance in pending:
+            if instance.task.id not in done:
+                run, reward = await _run_expert(instance, open_environment)
+                if reward == 1:
+                    stream.write(_LINE.dump_json(run) + b"\n")
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                else:
+                    unsolved.append(instance.task.id)
+            finished()
+
+    with _open_for_lines(file) as stream:
+        done = {run.task for run in read_runs(file)}
+        async with anyio.create_task_group() as workers:
+            for _ in range(concurrency):
+                workers.start_soon(work)
+    return unsolved
+
+
+def read_runs(file: Path) -> list[ExpertRun]:
+    """The runs that ``collect`` wrote, without a last line that a crash tore. Raises InputError for anything else."""
+    try:
+        lines = file.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}; give a file of expert runs") from None
+    runs = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            runs.append(_LINE.validate_json(line))
+        except ValidationError as error:
+            raise InputError(
+                f"{file}, line {number}: {error.errors()[0]['msg']}; it is no expert run, remove it"
+            ) from None
+    return runs
+
+
+def rows(role: Role, run: ExpertRun, chat_format: ChatFormat) -> list[Row]:
+    """What one run teaches."""
+    if role == "policy":
+        return [policy_row(run, TerminalChat(chat_format))]
+    return world_model_rows(run, WorldModelChat(chat_format), Limits())
+
+
+def policy_row(run: ExpertRun, chat: TerminalChat) -> Row:
+    """The whole run as its policy sees it. Learned are the commands that are no mistakes, and the final ``done``."""
+    pieces = _Pieces(chat.start(run.instruction))
+    for exchange, mistake in zip(run.exchanges, run.mistakes, strict=True):
+        action = chat.action_tokens(exchange.command)
+        pieces.add(action, learned=not mistake)
+        pieces.add(chat.observe(Generation(action, finish="stop"), exchange.observation), learned=False)
+    pieces.add(chat.done_tokens(), learned=True)
+    return pieces.row()
+
+
+def world_model_rows(run: ExpertRun, chat: WorldModelChat, limits: Limits) -> list[Row]:
+    """Every prompt that the predictor makes of the run, with its answer. Learned are the answers.
+
+    Prompts that continue one another share a row, so a run is one row unless its prompts start again. An answer that
+    the predictor would give up as too long is not learned.
+    """
+    prompts = Prompts(chat, limits)
+    finished: list[_Pieces] = []
+    current = _Pieces()
+    for turn, exchange in enumerate(run.exchanges):
+        context = prompts.of(Query(run.task, run.instruction, run.exchanges[:turn], exchange.command))
+        if context is None:
+            continue
+        prompt = context.tokens
+        if prompt[: len(current.tokens)] != tuple(current.tokens):
+            finished.append(current)
+            current = _Pieces()
+        current.add(prompt[len(current.tokens) :], learned=False)
+        answer = chat.answer(exchange.observation)
+        if len(answer) <= limits.draft_tokens:
+            current.add(answer, learned=True)
+    rows = [pieces.row() for pieces in (*finished, current)]
+    return [row for row in rows if any(label != IGNORED for label in row.labels)]
+
+
+class _Pieces:
+    """A row while it grows."""
+
+    def __init__(self, opening: Tokens = ()) -> None:
+        self.tokens = list(opening)
+        self._labels = [IGNORED] * len(opening)
+
+    def add(self, tokens: Tokens, learned: bool) -> None:
+        self.tokens += tokens
+        self._labels += tokens if learned else [IGNORED] * len(tokens)
+
+    def row(self) -> Row:
+        return Row(tuple(self.tokens), tuple(self._labels))
+
+
+_LINE = TypeAdapter(ExpertRun)
+
+
+async def _run_expert(instance: Instance, open_environment: OpenEnvironment) -> tuple[ExpertRun, float]:
+    task, steps = instance.task, instance.expert
+    async with open_environment(task) as environment:
+        exchanges = [Exchange(step.command, (await environment.execute(step.command)).text) for step in steps]
+        reward = await environment.score()
+    mistakes = tuple(step.mistake for step in steps)
+    return ExpertRun(task.id, task.family, task.level, task.instruction, tuple(exchanges), mistakes), reward
+
+
+def _open_for_lines(file: Path) -> BinaryIO:
+    """Opens for appending, after the last whole line."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        stream = file.open("r+b" if file.exists() else "x+b")
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}; choose a file that can be written") from None
+    stream.seek(stream.read().rfind(b"\n") + 1)
+    stream.truncate()
+    return stream
