@@ -262,19 +262,28 @@ class Sandbox:
         return found
 
     async def _kill_since(self, before: set[int]) -> None:
-        """Kills what a command has started, and the shell too if it does not come back by then."""
-        for wait in (0.01, 0.05, 0.2, 0.5):
-            self._kill(self._processes() - before)
-            with anyio.move_on_after(wait):
+        """Kills what a command has started, and the shell too if it goes on to start more."""
+        for patience in (0.02, 0.05, 0.2, 0.5):
+            self._kill_all_but(before)
+            with anyio.move_on_after(patience):
                 await self._status()
-                self._kill(self._processes() - before)
-                return
-        await self._end_shell()
-        self._kill(self._processes() - before - {self._shell()})
+                break
+        else:
+            await self._end_shell()
+        self._kill_all_but(before | {self._shell()})
+
+    def _kill_all_but(self, spared: set[int]) -> None:
+        """Stops everything before it kills anything: what is stopped cannot fork, and still counts as a process, so
+        this comes to an end with a fork bomb too."""
+        stopped: set[int] = set()
+        while started := self._processes() - spared - stopped:
+            _signal(started, signal.SIGSTOP)
+            stopped |= started
+        _signal(stopped, signal.SIGKILL)
 
     async def _end_shell(self) -> None:
-        """Ends the inner shell, whatever it is doing; the outer one starts another."""
-        self._kill({self._shell()})
+        """Ends the inner shell, whatever it is doing, and the outer one starts another."""
+        _signal({self._shell()}, signal.SIGKILL)
         await self._status()
 
     def _shell(self) -> int:
@@ -282,15 +291,8 @@ class Sandbox:
         assert self._process is not None
         pid = self._process.pid
         for _ in range(3):
-            (pid,) = sorted(_children(pid))[:1] or [0]
+            pid = min(_children(pid), default=0)
         return pid
-
-    @staticmethod
-    def _kill(processes: set[int]) -> None:
-        for pid in processes:
-            if pid:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
 
     async def _start(self) -> None:
         commands, self._commands = os.pipe()
@@ -328,8 +330,10 @@ class Sandbox:
 
     async def _stop(self) -> None:
         if self._process is not None:
-            self._kill({self._process.pid})
-            await self._process.wait()
+            running = self._processes()
+            _signal(running | {self._process.pid}, signal.SIGKILL)
+            await self._process.aclose()
+            await _gone(running)
         for descriptor in (self._commands, self._statuses, self._output):
             os.close(descriptor)
 
@@ -350,6 +354,23 @@ def _children(pid: int) -> set[int]:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             children.update(map(int, (thread / "children").read_text().split()))
     return children
+
+
+def _signal(processes: set[int], number: signal.Signals) -> None:
+    for pid in processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+async def _gone(processes: set[int]) -> None:
+    """Returns when the kernel has cleared away processes that were killed: that takes it a moment."""
+    for pid in processes:
+        while _exists(pid):  # noqa: ASYNC110 -- nobody but the sandbox's first process can wait for these
+            await anyio.sleep(0.002)
+
+
+def _exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 def _bubblewrap() -> str:
