@@ -111,7 +111,8 @@ class Branch:
         """When the predictor was asked about ``step``."""
         self.predictor_failed = False
         self.predictor_returned = False
-        self.drafts: list[tuple[Tokens, DraftRecord]] = []
+        self.drafts: dict[Tokens, DraftRecord] = {}
+        """By what they render to."""
         self.children: dict[Tokens, Branch] = {}
         self.scope = anyio.CancelScope()
         """Contains all that runs for this branch."""
@@ -321,7 +322,7 @@ class Rollout:
     ) -> Turn:
         """The record of a branch whose observation is known now, or, without one, of the rollout's last branch."""
         assert branch.step is not None
-        drafts = tuple(replace(record, exact=tokens == rendered) for tokens, record in branch.drafts)
+        drafts = tuple(replace(record, exact=tokens == rendered) for tokens, record in branch.drafts.items())
         return Turn(
             generation=branch.generation,
             step=branch.step,
@@ -424,7 +425,10 @@ class Rollout:
                     branch.predictor_failed = True
 
     def _consider(self, parent: Branch, draft: Draft) -> None:
-        """Grows a child on a draft, if the draft is usable, new, and worth a branch."""
+        """Grows a child on a draft, if the draft is usable, new, and worth a branch.
+
+        A predictor may propose a draft again, with another probability: one that the gate held back may then pass.
+        """
         if parent.scope.cancel_called:
             return
         try:
@@ -433,15 +437,16 @@ class Rollout:
         except Exception:  # What the tokenizer cannot read is not an observation either.
             parent.predictor_failed = True
             return
+        if rendered in parent.children:
+            return
         child = Branch(self._extend(parent, rendered), parent.turn + 1, _history(parent, draft.text), draft.probability)
         admitted = (
-            rendered not in parent.children
-            and len(parent.children) < self._settings.breadth
+            len(parent.children) < self._settings.breadth
             and self._settings.gate(parent.probability * draft.probability)
             and self._token_budget(child.context) >= 1
         )
         seconds = 0.0 if parent.asked_at is None else anyio.current_time() - parent.asked_at
-        parent.drafts.append((rendered, DraftRecord(draft.predictor, draft.probability, seconds, admitted, False)))
+        parent.drafts[rendered] = DraftRecord(draft.predictor, draft.probability, seconds, admitted, False)
         if admitted:
             parent.children[rendered] = child
             self._place(parent)
