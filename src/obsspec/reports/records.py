@@ -135,13 +135,14 @@ class RunDirectory:
         self._failures = path / "failures.jsonl"
         description = path / "run.json"
         try:
-            if description.exists():
+            path.mkdir(parents=True, exist_ok=True)
+            if description.exists() and self._trajectories.exists():
                 _check_resumable(description, settings, resume)
                 _cut_torn_line(self._trajectories)
-                self._failures.unlink(missing_ok=True)  # They are tried again.
             else:
-                path.mkdir(parents=True, exist_ok=True)
+                description.unlink(missing_ok=True)  # Of a run that brought nothing forth.
                 _append(description, json.dumps(settings, indent=2) + "\n")
+            self._failures.unlink(missing_ok=True)  # They are tried again.
         except OSError as error:
             raise InputError(f"--output {path}: {error.strerror}; choose a directory that can be written") from None
         self.done = (
@@ -167,10 +168,12 @@ def read_trajectories(path: Path) -> list[TrajectoryLine]:
     """The trajectories of a run directory. Raises InputError that names the file, line and field that are wrong."""
     file = path / "trajectories.jsonl"
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text().split("\n")  # Texts may hold other characters that `splitlines` takes for line ends.
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise InputError(f"{file}: {reason}; give a directory that `obsspec rollout --output` wrote") from None
+    if not lines[-1]:
+        lines.pop()
     trajectories = []
     for number, line in enumerate(lines, start=1):
         try:

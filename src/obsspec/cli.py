@@ -1,0 +1,228 @@
+"""The command line. Each command here parses, calls the library, and prints; errors of the user are one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import anyio
+import click
+import typer
+from rich.console import Console
+
+from obsspec.errors import InputError
+
+app = typer.Typer(
+    name="obsspec",
+    help="Observation speculation: faster rollouts for tool-using agents, with nothing changed in what is learned.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+output = Console()
+notes = Console(stderr=True)
+
+_INTERRUPTED = 130
+_BAD_INPUT = 2
+
+Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, for machines.")]
+
+
+@app.command()
+def rollout(
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="`generated:FAMILIES/LEVELS/SEEDS`, such as `generated:all/easy/0-9` or "
+            "`generated:logs,text/easy,medium/100-104`; or a Harbor / Terminal-Bench 2 task directory, or one full of "
+            "them."
+        ),
+    ],
+    directory: Annotated[Path, typer.Option("--output", help="Directory for what comes out.")],
+    policy: Annotated[
+        str, typer.Option(help="`builtin`, a model's directory or hub name, or an adapter's directory.")
+    ] = "builtin",
+    predictor: Annotated[
+        str, typer.Option(help="Any of `rules,memory,language_model`, or `off`.")
+    ] = "rules,memory,language_model",
+    world_model: Annotated[str, typer.Option(help="What `language_model` runs on; named like the policy.")] = "builtin",
+    depth: Annotated[int, typer.Option(min=0, help="How many observations ahead to speculate; 0 is sequential.")] = 1,
+    breadth: Annotated[int, typer.Option(min=1, help="How many drafts to try for one observation.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of each task's first rollout.")] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="Rollouts of each task, with consecutive seeds.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
+    max_turns: Annotated[int, typer.Option(min=1, help="Most generations in a rollout.")] = 12,
+    precision: Annotated[
+        Literal["int8", "float32", "bfloat16"], typer.Option(help="Of the weights; int8 is for Llama models.")
+    ] = "int8",
+    latency: Annotated[
+        str,
+        typer.Option(help="Delay added to every command, and reported: seconds, or `FILE.json:NAME`, quantiles."),
+    ] = "0",
+    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at the same time.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Threads of the policy: one generation each.")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run in --output.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a policy on terminal tasks in the sandbox, and write the trajectories as JSONL.
+
+    A crash or Ctrl-C loses at most the rollouts in flight: the same command with --resume goes on.
+    """
+    from obsspec.reports.records import read_trajectories
+    from obsspec.reports.summary import summarize
+    from obsspec.reports.tables import families_table, summary_table
+    from obsspec.runs import Plan, run
+
+    plan = Plan(
+        tasks=tasks,
+        policy=policy,
+        predictor=predictor,
+        world_model=world_model,
+        depth=depth,
+        breadth=breadth,
+        seed=seed,
+        samples=samples,
+        temperature=temperature,
+        max_turns=max_turns,
+        precision=precision,
+        latency=latency,
+    )
+    broken = anyio.run(run, plan, directory, resume, concurrency, workers, notes)
+    summary = summarize(read_trajectories(directory))
+    if as_json:
+        _print_json(asdict(summary) | {"broken": broken, "latency": latency})
+    else:
+        output.print(summary_table(summary, title=str(directory)))
+        output.print(families_table({"solved": summary}))
+        if latency != "0":
+            output.print(f"Every command was delayed, as by a remote sandbox: {latency}.", highlight=False)
+    if broken:
+        raise InputError(f"{broken} rollouts broke; {directory / 'failures.jsonl'} says why; --resume tries them again")
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="A directory that `obsspec rollout` wrote.")],
+    second: Annotated[Path, typer.Argument(help="Another one, of the same tasks and seeds.")],
+    as_json: Json = False,
+) -> None:
+    """Say whether two runs of the same rollouts produced the same trajectories, token for token.
+
+    Exit code 1 if a policy wrote other tokens after the same ones. Rollouts whose environment itself answered the same
+    command differently are counted apart, by name.
+    """
+    from obsspec.reports.comparison import compare as compare_runs
+    from obsspec.reports.records import read_trajectories
+    from obsspec.reports.tables import comparison_table
+
+    comparison = compare_runs(read_trajectories(first), read_trajectories(second))
+    if as_json:
+        _print_json(asdict(comparison))
+    else:
+        output.print(comparison_table(comparison, str(first), str(second)))
+        if comparison.environment:
+            output.print(f"left out, the environment itself answered differently: {len(comparison.environment)}")
+        output.print(f"trajectories identical: {comparison.identical} of {comparison.compared}", highlight=False)
+    if comparison.different:
+        raise typer.Exit(1)
+
+
+@app.command()
+def warmstart(
+    role: Annotated[Literal["policy", "world_model"], typer.Argument(help="What the adapter makes of the model.")],
+    tasks: Annotated[
+        list[str], typer.Option(help="Generated tasks whose experts are watched, as for `obsspec rollout`; repeatable.")
+    ] = ["generated:all/easy,medium/1000-1036", "generated:all/hard/1000-1011"],  # noqa: B006
+    runs: Annotated[
+        Path, typer.Option(help="Where the expert runs are kept; those that are there already are not run again.")
+    ] = Path("expert-runs.jsonl"),
+    directory: Annotated[Path, typer.Option("--output", help="Directory for the adapter.")] = Path("adapter"),
+    base: Annotated[str, typer.Option(help="The model that it is for; the package's own if not given.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to train on.")] = 300_000,
+    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 5e-4,
+    rank: Annotated[int, typer.Option(min=1, help="Of the low-rank update of every linear layer.")] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of the runs.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="Threads for training.")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="Experts at the same time.")] = 4,
+) -> None:
+    """Train a small policy or a world model: an adapter, on what experts do on generated tasks in the sandbox.
+
+    The built-in adapters were made by this command. It goes on where it was interrupted.
+    """
+    import torch
+
+    from obsspec.environments.sandbox import open_sandbox
+    from obsspec.models import DEFAULT_MODEL
+    from obsspec.reports.tables import progress
+    from obsspec.tasks import parse_instances
+    from obsspec.training.trajectories import collect, read_runs
+    from obsspec.training.warmstart import Recipe
+    from obsspec.training.warmstart import warmstart as train
+
+    recipe = Recipe(tokens=tokens, learning_rate=learning_rate, rank=rank, seed=seed)
+    instances = [instance for text in tasks for instance in parse_instances(text)]
+    with progress(notes) as bar:
+        counter = bar.add_task("experts", total=len(instances))
+        unsolved = anyio.run(collect, instances, runs, open_sandbox, concurrency, lambda: bar.advance(counter))
+    for name in unsolved:
+        notes.print(f"its expert does not solve {name}, which is left out")
+    wanted = {instance.task.id for instance in instances}
+    torch.set_num_threads(threads)
+    train(role, [run for run in read_runs(runs) if run.task in wanted], directory, recipe, base or DEFAULT_MODEL, notes)
+    output.print(f"the adapter is in {directory}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def demo(
+    repeats: Annotated[int, typer.Option(min=1, help="How often every rollout is run both ways, interleaved.")] = 2,
+    depth: Annotated[int, typer.Option(min=1, help="How many observations ahead to speculate.")] = 2,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
+) -> None:
+    """Run the built-in policy on terminal tasks with speculation off and on: what it hid, and that nothing changed."""
+    from obsspec.demo import PLAN, print_demo, run_demo
+
+    if json_file is not None:
+        _check_writable(json_file)
+    figures = anyio.run(run_demo, replace(PLAN, depth=depth), repeats, notes)
+    print_demo(figures, output)
+    if json_file is not None:
+        json_file.write_text(json.dumps(asdict(figures), indent=2) + "\n")
+    if figures.different:
+        raise typer.Exit(1)
+
+
+def _check_writable(file: Path) -> None:
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise InputError(f"--json {file}: {error.strerror}; choose a file that can be written") from None
+
+
+def _print_json(figures: dict[str, Any]) -> None:
+    print(json.dumps(figures, indent=2))
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0, 1 (trajectories differ), 2 (bad input), 130 (interrupted)."""
+    try:
+        code = app(standalone_mode=False)
+    except InputError as error:
+        code = _complain(str(error))
+    except click.ClickException as error:
+        code = _complain(f"{error.format_message()} (--help explains)")
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers", "peft", "safetensors", "gguf", "accelerate"):
+            raise
+        code = _complain(f"models in this process need {error.name}: pip install 'obsspec[local]'")
+    except (KeyboardInterrupt, click.Abort):
+        print("obsspec: interrupted; what was written is kept", file=sys.stderr)
+        code = _INTERRUPTED
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(message: str) -> int:
+    print(f"obsspec: {' '.join(message.split())}", file=sys.stderr)
+    return _BAD_INPUT

@@ -1,0 +1,100 @@
+"""The demonstration: the same rollouts with speculation off and on, interleaved, on real shells and a real model."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+
+from obsspec.reports.comparison import Comparison, Difference, compare
+from obsspec.reports.records import TrajectoryLine, line_of
+from obsspec.reports.summary import Summary, summarize
+from obsspec.reports.tables import families_table, progress, share, summary_table
+from obsspec.rollout import rollout
+from obsspec.runs import Models, Plan
+
+PLAN = Plan(tasks="generated:all/easy/0", depth=2)
+"""Held-out tasks: the built-in models were trained on seeds from 1000 on. Their commands print the same every time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What the demonstration measured. Each way ran every rollout once in each repeat."""
+
+    off: Summary
+    on: Summary
+    ratios: list[float]
+    """Agent latency on over off, of each repeat."""
+    ratio: float
+    """Their median."""
+    identical: int
+    """Rollouts whose tokens and loss mask were the same off and on."""
+    compared: int
+    largest_logprob_difference: float
+    """Over the identical rollouts, natural log."""
+    different: list[Difference]
+    environment: list[Difference]
+    """Rollouts not compared, because the environment itself answered the same command differently."""
+
+
+async def run_demo(plan: Plan, repeats: int, notes: Console) -> Figures:
+    """Runs every rollout ``repeats`` times each way, one at a time, taking turns at which way goes first.
+
+    Each repeat starts with empty caches and an empty memory, so what it hits it has learned in that repeat.
+    """
+    jobs, environment = plan.jobs(), plan.environment()
+    plans = {"off": replace(plan, depth=0), "on": plan}
+    with notes.status("loading the models"):
+        models = Models.load(plan)
+    lines: dict[str, list[list[TrajectoryLine]]] = {way: [[] for _ in range(repeats)] for way in plans}
+    with progress(notes) as bar:
+        counter = bar.add_task("rollouts, off and on", total=2 * repeats * len(jobs))
+        for repeat in range(repeats):
+            speculators = {way: models.speculator(each, workers=1) for way, each in plans.items()}
+            for place, (task, seed) in enumerate(jobs):
+                for way in ("off", "on") if (place + repeat) % 2 == 0 else ("on", "off"):
+                    trajectory = await rollout(speculators[way], task, environment, seed)
+                    lines[way][repeat].append(line_of(trajectory, task.instruction, models.chat.text))
+                    bar.advance(counter)
+    comparisons = [compare(off, on) for off, on in zip(lines["off"], lines["on"], strict=True)]
+    return _figures(lines["off"], lines["on"], comparisons)
+
+
+def _figures(
+    off: Sequence[Sequence[TrajectoryLine]], on: Sequence[Sequence[TrajectoryLine]], comparisons: Sequence[Comparison]
+) -> Figures:
+    ratios = [comparison.second_seconds / comparison.first_seconds for comparison in comparisons]
+    return Figures(
+        off=summarize(line for repeat in off for line in repeat),
+        on=summarize(line for repeat in on for line in repeat),
+        ratios=ratios,
+        ratio=statistics.median(ratios),
+        identical=sum(comparison.identical for comparison in comparisons),
+        compared=sum(comparison.compared for comparison in comparisons),
+        largest_logprob_difference=max(comparison.largest_logprob_difference for comparison in comparisons),
+        different=[difference for comparison in comparisons for difference in comparison.different],
+        environment=[difference for comparison in comparisons for difference in comparison.environment],
+    )
+
+
+def print_demo(figures: Figures, output: Console) -> None:
+    """For people to read, ending with what matters."""
+    off, on = figures.off, figures.on
+    output.print(summary_table(on, "With speculation"))
+    output.print(families_table({"speculation off": off, "speculation on": on}))
+    ratios = ", ".join(f"{ratio:.3f}" for ratio in figures.ratios)
+    for line in (
+        f"tasks: {on.tasks}, rollouts each way: {on.rollouts}",
+        f"success rate: {share(on.solved, on.rollouts)}, without speculation {share(off.solved, off.rollouts)}",
+        f"hit rate: {share(on.hits, on.tool_calls)} of all tool calls; {share(on.hits, on.attempted)} of attempted",
+        f"hidden: {on.hidden_seconds:.1f} s of {on.tool_seconds:.1f} s that tools took",
+        f"agent latency: {off.agent_seconds:.1f} s off, {on.agent_seconds:.1f} s on; on / off = {figures.ratio:.3f}"
+        f" (median of {len(figures.ratios)} interleaved repeats: {ratios})",
+        *(f"differs: {each.task} seed {each.seed}, turn {each.turn}: {each.what}" for each in figures.different),
+        *(f"left out: {each.task} seed {each.seed}, turn {each.turn}: {each.what}" for each in figures.environment),
+        f"largest difference of log-probabilities: {figures.largest_logprob_difference:g}",
+        f"trajectories identical: {figures.identical} of {figures.compared}",
+    ):
+        output.print(line, highlight=False, soft_wrap=True)

@@ -1,0 +1,142 @@
+"""One run: what the command line asked for, built from its names, and carried out into a directory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from obsspec.budget import Seats
+from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
+from obsspec.environments.latency import parse_latency, with_latency
+from obsspec.environments.sandbox import open_sandbox
+from obsspec.errors import InputError
+from obsspec.models import BUILTIN_POLICY, BUILTIN_WORLD_MODEL, DEFAULT_MODEL, adapter_base
+from obsspec.policies.local import LocalPolicy
+from obsspec.policies.networks import Network, Precision, load_network
+from obsspec.predictors import Cascade, LanguageModel, Memory, Rules
+from obsspec.reports.records import RunDirectory, line_of
+from obsspec.reports.tables import progress
+from obsspec.rollout import Failure, rollouts
+from obsspec.speculation import Settings, Speculator
+from obsspec.tasks import parse_tasks
+from obsspec.types import OpenEnvironment, Predictor, Sampling, Task, Trajectory
+
+BUILTIN = "builtin"
+"""The policy, or the world model, that comes with the package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What determines a run's results, as the command line has it. A resumed run must match it."""
+
+    tasks: str
+    policy: str = BUILTIN
+    predictor: str = "rules,memory,language_model"
+    world_model: str = BUILTIN
+    depth: int = 1
+    breadth: int = 1
+    seed: int = 0
+    samples: int = 1
+    temperature: float = 1.0
+    max_turns: int = 12
+    precision: Precision = "int8"
+    latency: str = "0"
+
+    def predictors(self) -> tuple[str, ...]:
+        """Names of the predictors it uses, cheapest first. Raises InputError for one that is not known."""
+        known = ("rules", "memory", "language_model")
+        names = () if self.predictor == "off" else tuple(self.predictor.split(","))
+        for name in names:
+            if name not in known:
+                raise InputError(f"--predictor {name}: not one of {', '.join(known)}, off")
+        return tuple(name for name in known if name in names and self.depth > 0)
+
+    def jobs(self) -> list[tuple[Task, int]]:
+        """Every task with each of its seeds. Raises InputError where the tasks cannot be made or found."""
+        return [(task, self.seed + sample) for task in parse_tasks(self.tasks) for sample in range(self.samples)]
+
+    def environment(self) -> OpenEnvironment:
+        """The sandbox, behind the latency that was asked for."""
+        latency = parse_latency(self.latency)
+        return open_sandbox if latency is None else with_latency(open_sandbox, latency, self.seed)
+
+    def settings(self) -> Settings:
+        sampling = Sampling(self.temperature, max_tokens=128)
+        return Settings(sampling, depth=self.depth, breadth=self.breadth, max_turns=self.max_turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of a plan, loaded, in this process."""
+
+    policy: Network
+    chat: TerminalChat
+    world_model: tuple[Network, WorldModelChat] | None
+    """None where the plan does not use it."""
+
+    @classmethod
+    def load(cls, plan: Plan) -> Models:
+        """Raises InputError where a model cannot be had."""
+        policy, chat_format = _load(plan.policy, BUILTIN_POLICY, plan.precision)
+        world_model = None
+        if "language_model" in plan.predictors():
+            network, world_model_format = _load(plan.world_model, BUILTIN_WORLD_MODEL, plan.precision)
+            world_model = (network, WorldModelChat(world_model_format))
+        return cls(policy, TerminalChat(chat_format), world_model)
+
+    def speculator(self, plan: Plan, workers: int) -> Speculator:
+        """With empty caches and an empty memory: what it hits, it has learned since.
+
+        ``workers``: threads of the policy, one generation each.
+        """
+        predictors: dict[str, Predictor] = {"rules": Rules(), "memory": Memory()}
+        if self.world_model is not None:
+            network, chat = self.world_model
+            predictors["language_model"] = LanguageModel(LocalPolicy(network), chat)
+        chosen = {name: predictors[name] for name in plan.predictors()}
+        cascade = Cascade(chosen) if chosen else None
+        return Speculator(LocalPolicy(self.policy, workers), self.chat, cascade, plan.settings(), Seats(workers))
+
+
+def _load(name: str, builtin: str, precision: Precision) -> tuple[Network, ChatFormat]:
+    """A model by the name of a plan: ``builtin``, a model's directory or hub name, or an adapter's directory."""
+    if name == BUILTIN:
+        base, adapter = DEFAULT_MODEL, builtin
+    elif (Path(name) / "adapter_config.json").is_file():
+        base, adapter = adapter_base(Path(name)), name
+    else:
+        base, adapter = name, None
+    network, tokenizer = load_network(base, adapter, precision)
+    return network, ChatFormat(tokenizer)
+
+
+async def run(plan: Plan, output: Path, resume: bool, concurrency: int, workers: int, notes: Console) -> int:
+    """Carries out what of ``plan`` is not in the directory ``output`` yet. Returns how many rollouts broke.
+
+    Raises InputError, before anything is loaded, where the plan cannot be carried out or ``output`` not be written.
+    """
+    plan.predictors()
+    jobs, environment = plan.jobs(), plan.environment()
+    directory = RunDirectory(output, asdict(plan), resume)
+    pending = [(task, seed) for task, seed in jobs if (task.id, seed) not in directory.done]
+    instructions = {task.id: task.instruction for task, _ in jobs}
+    with notes.status("loading the models"):
+        models = Models.load(plan)
+    speculator = models.speculator(plan, workers)
+    broken = 0
+    with progress(notes) as bar:
+        counter = bar.add_task("rollouts", total=len(jobs), completed=len(jobs) - len(pending))
+
+        def finished(result: Trajectory | Failure) -> None:
+            nonlocal broken
+            if isinstance(result, Failure):
+                broken += 1
+                directory.write(result)
+            else:
+                directory.write(line_of(result, instructions[result.task], models.chat.text))
+            bar.advance(counter)
+
+        await rollouts(speculator, pending, environment, concurrency, finished)
+    return broken
