@@ -12,7 +12,7 @@ import trio.testing
 
 from obsspec import Draft, Failure, InputError, Observation, Query, Settings, Speculator, Task, Trajectory, rollout
 from obsspec.reports.comparison import compare
-from obsspec.reports.records import RunDirectory, TrajectoryLine, line_of, read_trajectories
+from obsspec.reports.records import RunDirectory, TrajectoryLine, line_of, read_settings, read_trajectories
 from obsspec.reports.summary import summarize
 from obsspec.testing import ScriptedChat, ScriptedEnvironment, ScriptedPolicy, decode
 
@@ -57,6 +57,21 @@ def test_a_line_holds_everything_and_reads_back(tmp_path: Path) -> None:
     assert len(line.tokens) == len(line.mask) == len(line.logprobs)
     assert [message["content"] for message in line.messages] == ["go", "ls", "out", "cat x", "out", "done"]
     assert [turn.outcome for turn in line.turns] == ["hit", "hit", "off"]
+
+
+def test_whatever_a_tool_prints_reads_back(tmp_path: Path) -> None:
+    line = trajectory("ls", output="".join(map(chr, range(0x3000))) + "\U0001f642")
+    RunDirectory(tmp_path, {}, resume=False).write(line)
+    assert read_trajectories(tmp_path) == [line]
+
+
+def test_a_run_that_brought_nothing_forth_is_replaced(tmp_path: Path) -> None:
+    RunDirectory(tmp_path, {"policy": "misspelt"}, resume=False)
+    directory = RunDirectory(tmp_path, {"policy": "right"}, resume=False)
+    directory.write(trajectory("ls"))
+    assert read_settings(tmp_path) == {"policy": "right"}
+    with pytest.raises(InputError, match="holds a run already"):
+        RunDirectory(tmp_path, {"policy": "other"}, resume=False)
 
 
 def test_a_torn_line_is_cut_and_the_rest_resumed(tmp_path: Path) -> None:

@@ -93,14 +93,17 @@ def rollout(
     broken = anyio.run(run, plan, directory, resume, concurrency, workers, notes)
     summary = summarize(read_trajectories(directory))
     if as_json:
-        _print_json(asdict(summary) | {"broken": broken, "latency": latency})
+        _print_json(asdict(summary) | {"broken": len(broken), "latency": latency})
     else:
         output.print(summary_table(summary, title=str(directory)))
         output.print(families_table({"solved": summary}))
         if latency != "0":
             output.print(f"Every command was delayed, as by a remote sandbox: {latency}.", highlight=False)
     if broken:
-        raise InputError(f"{broken} rollouts broke; {directory / 'failures.jsonl'} says why; --resume tries them again")
+        raise InputError(
+            f"{len(broken)} rollouts broke, as {directory / 'failures.jsonl'} says, and --resume tries them again; "
+            f"{broken[0].task} seed {broken[0].seed}: {broken[0].error}"
+        )
 
 
 @app.command()

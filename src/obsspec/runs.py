@@ -112,8 +112,8 @@ def _load(name: str, builtin: str, precision: Precision) -> tuple[Network, ChatF
     return network, ChatFormat(tokenizer)
 
 
-async def run(plan: Plan, output: Path, resume: bool, concurrency: int, workers: int, notes: Console) -> int:
-    """Carries out what of ``plan`` is not in the directory ``output`` yet. Returns how many rollouts broke.
+async def run(plan: Plan, output: Path, resume: bool, concurrency: int, workers: int, notes: Console) -> list[Failure]:
+    """Carries out what of ``plan`` is not in the directory ``output`` yet. Returns the rollouts that broke.
 
     Raises InputError, before anything is loaded, where the plan cannot be carried out or ``output`` not be written.
     """
@@ -125,18 +125,15 @@ async def run(plan: Plan, output: Path, resume: bool, concurrency: int, workers:
     with notes.status("loading the models"):
         models = Models.load(plan)
     speculator = models.speculator(plan, workers)
-    broken = 0
     with progress(notes) as bar:
         counter = bar.add_task("rollouts", total=len(jobs), completed=len(jobs) - len(pending))
 
         def finished(result: Trajectory | Failure) -> None:
-            nonlocal broken
             if isinstance(result, Failure):
-                broken += 1
                 directory.write(result)
             else:
                 directory.write(line_of(result, instructions[result.task], models.chat.text))
             bar.advance(counter)
 
-        await rollouts(speculator, pending, environment, concurrency, finished)
-    return broken
+        results = await rollouts(speculator, pending, environment, concurrency, finished)
+    return [result for result in results if isinstance(result, Failure)]

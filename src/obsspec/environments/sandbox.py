@@ -10,6 +10,7 @@ outer one says so and starts another.
 from __future__ import annotations
 
 import base64
+import fcntl
 import io
 import itertools
 import os
@@ -33,6 +34,7 @@ from obsspec.types import Observation, Task
 
 WORKING_DIRECTORY = "/work"
 _SETUP_SECONDS = 120.0
+_PIPE_BYTES = 1 << 20
 _FIXED_TIME = "2026-01-01T00:00:00Z"
 
 _ENVIRONMENT = {
@@ -138,6 +140,8 @@ class Sandbox:
         self._process: Process | None = None
         self._capture = Capture()
         self._pending_status = b""
+        self._said = "its processes were killed"
+        """What the sandbox complained of when it died."""
 
     async def execute(self, command: str) -> Observation:
         """Runs one command in the shell, as typed there, for at most the task's time limit."""
@@ -159,6 +163,13 @@ class Sandbox:
         return 1.0 if exit_code == 0 else 0.0
 
     async def _set_up(self) -> None:
+        try:
+            await self._run("true", _SETUP_SECONDS)
+        except RuntimeError as error:
+            raise InputError(
+                f"the sandbox cannot start on this machine: {error}; where it cannot create namespaces, run as root or "
+                "allow them (sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0)"
+            ) from None
         await self._lay_down(self._task.files)
         if self._task.setup:
             exit_code, output = await self._run(_script(self._task.setup), _SETUP_SECONDS)
@@ -183,7 +194,8 @@ class Sandbox:
             f"base64 -d <<'END' | tar -xz -C / --no-same-owner\n{encoded}END\n", _SETUP_SECONDS
         )
         if exit_code != 0:
-            raise InputError(f"task {self._task.id}: its files cannot be laid down: {output}")
+            last = output.strip().rpartition("\n")[2]
+            raise InputError(f"task {self._task.id}: its files cannot be laid down: {last}")
 
     # The shell.
 
@@ -211,9 +223,10 @@ class Sandbox:
 
     async def _send(self, data: bytes) -> None:
         view = memoryview(data)
-        while view:
-            await anyio.wait_writable(self._commands)
-            view = view[os.write(self._commands, view) :]
+        with suppress(BrokenPipeError):  # The sandbox has died, as `_status` will tell.
+            while view:
+                await anyio.wait_writable(self._commands)
+                view = view[os.write(self._commands, view) :]
 
     async def _status(self) -> int:
         """The next exit code that the shells report."""
@@ -221,7 +234,7 @@ class Sandbox:
             await anyio.wait_readable(self._statuses)
             data = os.read(self._statuses, 4096)
             if not data:
-                raise RuntimeError(f"the sandbox has died: {await self._last_words()}")
+                raise RuntimeError(f"the shell has died: {await self._last_words()}")
             self._pending_status += data
         status, _, self._pending_status = self._pending_status.partition(b"\0")
         return int(status.split()[1])
@@ -230,8 +243,9 @@ class Sandbox:
         assert self._process is not None
         assert self._process.stderr is not None
         with suppress(anyio.EndOfStream):
-            return (await self._process.stderr.receive()).decode(errors="replace").strip()
-        return "its processes were killed"
+            words = (await self._process.stderr.receive()).decode(errors="replace").split()
+            self._said = " ".join(words)
+        return self._said
 
     async def _read_output(self) -> None:
         """All the time, so that a background job with much to say is not held up between commands."""
@@ -243,7 +257,7 @@ class Sandbox:
     def _drain_output(self) -> bool:
         """Takes what has been printed by now. False at the end of it all."""
         with suppress(BlockingIOError):
-            while data := os.read(self._output, 1 << 16):
+            while data := os.read(self._output, _PIPE_BYTES):
                 self._capture.add(data)
             return False
         return True
@@ -300,6 +314,8 @@ class Sandbox:
         self._output, output = os.pipe()
         for descriptor in (self._commands, self._statuses, self._output):
             os.set_blocking(descriptor, False)
+        with suppress(OSError):  # A user may have too many large pipes already; it is only faster.
+            fcntl.fcntl(self._output, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         root = os.geteuid() == 0
         uid = next(_UIDS) if root else _SEEN_UID
         numbers = {"commands": commands, "status": status, "output": output}

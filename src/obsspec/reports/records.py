@@ -136,7 +136,8 @@ class RunDirectory:
         description = path / "run.json"
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if description.exists() and self._trajectories.exists():
+            self._trajectories.touch()
+            if description.exists() and self._trajectories.stat().st_size:
                 _check_resumable(description, settings, resume)
                 _cut_torn_line(self._trajectories)
             else:
@@ -145,9 +146,7 @@ class RunDirectory:
             self._failures.unlink(missing_ok=True)  # They are tried again.
         except OSError as error:
             raise InputError(f"--output {path}: {error.strerror}; choose a directory that can be written") from None
-        self.done = (
-            {(line.task, line.seed) for line in read_trajectories(path)} if self._trajectories.exists() else set()
-        )
+        self.done = {(line.task, line.seed) for line in read_trajectories(path)}
         """The (task, seed) pairs that are there already."""
 
     def write(self, line: TrajectoryLine | Failure) -> None:

@@ -208,7 +208,7 @@ class _Training:
             "step": self.step,
             "tokens": self.tokens,
             "losses": self.losses,
-            "adapter": get_peft_model_state_dict(self.model),
+            "adapter": get_peft_model_state_dict(self.model, save_embedding_layers=False),
             "optimizer": self._optimizer.state_dict(),
         }
 
