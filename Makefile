@@ -30,7 +30,7 @@ $(VENV)/.local: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.development: $(VENV)/.local
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[training]' --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev
 	touch $@
 
 clean:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import anyio
-import click
 import typer
 from rich.console import Console
+from typer.exceptions import TyperException
 
 from obsspec.errors import InputError
 
@@ -155,18 +155,20 @@ def warmstart(
 
     The built-in adapters were made by this command. It goes on where it was interrupted.
     """
-    import torch
-
     from obsspec.environments.sandbox import open_sandbox
-    from obsspec.models import DEFAULT_MODEL
     from obsspec.reports.tables import progress
     from obsspec.tasks import parse_instances
-    from obsspec.training.trajectories import collect, read_runs
-    from obsspec.training.warmstart import Recipe
-    from obsspec.training.warmstart import warmstart as train
+
+    instances = [instance for text in tasks for instance in parse_instances(text)]
+    with notes.status("loading PyTorch"):
+        import torch
+
+        from obsspec.models import DEFAULT_MODEL
+        from obsspec.training.trajectories import collect, read_runs
+        from obsspec.training.warmstart import Recipe
+        from obsspec.training.warmstart import warmstart as train
 
     recipe = Recipe(tokens=tokens, learning_rate=learning_rate, rank=rank, seed=seed)
-    instances = [instance for text in tasks for instance in parse_instances(text)]
     with progress(notes) as bar:
         counter = bar.add_task("experts", total=len(instances))
         unsolved = anyio.run(collect, instances, runs, open_sandbox, concurrency, lambda: bar.advance(counter))
@@ -214,15 +216,16 @@ def main() -> None:
         code = app(standalone_mode=False)
     except InputError as error:
         code = _complain(str(error))
-    except click.ClickException as error:
+    except TyperException as error:
         code = _complain(f"{error.format_message()} (--help explains)")
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers", "peft", "safetensors", "gguf", "accelerate"):
             raise
         code = _complain(f"models in this process need {error.name}: pip install 'obsspec[local]'")
-    except (KeyboardInterrupt, click.Abort):
-        print("obsspec: interrupted; what was written is kept", file=sys.stderr)
+    except KeyboardInterrupt:
         code = _INTERRUPTED
+    if code == _INTERRUPTED:
+        print("obsspec: interrupted; what was written is kept", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from obsspec.reports.records import TrajectoryLine, line_of
 from obsspec.reports.summary import Summary, summarize
 from obsspec.reports.tables import families_table, progress, share, summary_table
 from obsspec.rollout import rollout
-from obsspec.runs import Models, Plan
+from obsspec.runs import Plan
 
 PLAN = Plan(tasks="generated:all/easy/0", depth=2)
 """Held-out tasks: the built-in models were trained on seeds from 1000 on. Their commands print the same every time."""
@@ -40,26 +40,38 @@ class Figures:
 
 
 async def run_demo(plan: Plan, repeats: int, notes: Console) -> Figures:
-    """Runs every rollout ``repeats`` times each way, one at a time, taking turns at which way goes first.
-
-    Each repeat starts with empty caches and an empty memory, so what it hits it has learned in that repeat.
-    """
-    jobs, environment = plan.jobs(), plan.environment()
+    """Runs every rollout of the plan ``repeats`` times each way."""
     plans = {"off": replace(plan, depth=0), "on": plan}
-    with notes.status("loading the models"):
-        models = Models.load(plan)
-    lines: dict[str, list[list[TrajectoryLine]]] = {way: [[] for _ in range(repeats)] for way in plans}
-    with progress(notes) as bar:
-        counter = bar.add_task("rollouts, off and on", total=2 * repeats * len(jobs))
-        for repeat in range(repeats):
-            speculators = {way: models.speculator(each, workers=1) for way, each in plans.items()}
-            for place, (task, seed) in enumerate(jobs):
-                for way in ("off", "on") if (place + repeat) % 2 == 0 else ("on", "off"):
-                    trajectory = await rollout(speculators[way], task, environment, seed)
-                    lines[way][repeat].append(line_of(trajectory, task.instruction, models.chat.text))
-                    bar.advance(counter)
+    lines = await interleaved(plans, repeats, notes)
     comparisons = [compare(off, on) for off, on in zip(lines["off"], lines["on"], strict=True)]
     return _figures(lines["off"], lines["on"], comparisons)
+
+
+async def interleaved(plans: Mapping[str, Plan], repeats: int, notes: Console) -> dict[str, list[list[TrajectoryLine]]]:
+    """Runs the same rollouts by each of several plans, one at a time, taking turns at which plan goes first.
+
+    The plans share their models, tasks and seeds. Each repeat starts with empty caches and an empty memory, so what it
+    hits it has learned in that repeat. Returns the trajectories of each plan's repeats.
+    """
+    jobs = next(iter(plans.values())).jobs()
+    environments = {name: plan.environment() for name, plan in plans.items()}
+    with notes.status("loading the models"):
+        from obsspec.loading import Models  # Imports for seconds.
+
+        models = Models.load(max(plans.values(), key=lambda plan: plan.depth))
+    lines: dict[str, list[list[TrajectoryLine]]] = {name: [[] for _ in range(repeats)] for name in plans}
+    order = list(plans)
+    with progress(notes) as bar:
+        counter = bar.add_task("rollouts", total=len(plans) * repeats * len(jobs))
+        for repeat in range(repeats):
+            speculators = {name: models.speculator(plan, workers=1) for name, plan in plans.items()}
+            for task, seed in jobs:
+                for name in order:
+                    trajectory = await rollout(speculators[name], task, environments[name], seed)
+                    lines[name][repeat].append(line_of(trajectory, task.instruction, models.chat.text))
+                    bar.advance(counter)
+                order = [*order[1:], order[0]]
+    return lines
 
 
 def _figures(

@@ -1,27 +1,25 @@
-"""One run: what the command line asked for, built from its names, and carried out into a directory."""
+"""One run: what the command line asked for, carried out into a directory."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
-from obsspec.budget import Seats
-from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
 from obsspec.environments.latency import parse_latency, with_latency
 from obsspec.environments.sandbox import open_sandbox
 from obsspec.errors import InputError
-from obsspec.models import BUILTIN_POLICY, BUILTIN_WORLD_MODEL, DEFAULT_MODEL, adapter_base
-from obsspec.policies.local import LocalPolicy
-from obsspec.policies.networks import Network, Precision, load_network
-from obsspec.predictors import Cascade, LanguageModel, Memory, Rules
 from obsspec.reports.records import RunDirectory, line_of
 from obsspec.reports.tables import progress
 from obsspec.rollout import Failure, rollouts
-from obsspec.speculation import Settings, Speculator
+from obsspec.speculation import Settings
 from obsspec.tasks import parse_tasks
-from obsspec.types import OpenEnvironment, Predictor, Sampling, Task, Trajectory
+from obsspec.types import OpenEnvironment, Sampling, Task, Trajectory
+
+Precision = Literal["int8", "float32", "bfloat16"]
 
 BUILTIN = "builtin"
 """The policy, or the world model, that comes with the package."""
@@ -43,6 +41,10 @@ class Plan:
     max_turns: int = 12
     precision: Precision = "int8"
     latency: str = "0"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise InputError(f"--temperature {self.temperature}: must be 0 or more, and finite")
 
     def predictors(self) -> tuple[str, ...]:
         """Names of the predictors it uses, cheapest first. Raises InputError for one that is not known."""
@@ -67,51 +69,6 @@ class Plan:
         return Settings(sampling, depth=self.depth, breadth=self.breadth, max_turns=self.max_turns)
 
 
-@dataclass(frozen=True, slots=True)
-class Models:
-    """The models of a plan, loaded, in this process."""
-
-    policy: Network
-    chat: TerminalChat
-    world_model: tuple[Network, WorldModelChat] | None
-    """None where the plan does not use it."""
-
-    @classmethod
-    def load(cls, plan: Plan) -> Models:
-        """Raises InputError where a model cannot be had."""
-        policy, chat_format = _load(plan.policy, BUILTIN_POLICY, plan.precision)
-        world_model = None
-        if "language_model" in plan.predictors():
-            network, world_model_format = _load(plan.world_model, BUILTIN_WORLD_MODEL, plan.precision)
-            world_model = (network, WorldModelChat(world_model_format))
-        return cls(policy, TerminalChat(chat_format), world_model)
-
-    def speculator(self, plan: Plan, workers: int) -> Speculator:
-        """With empty caches and an empty memory: what it hits, it has learned since.
-
-        ``workers``: threads of the policy, one generation each.
-        """
-        predictors: dict[str, Predictor] = {"rules": Rules(), "memory": Memory()}
-        if self.world_model is not None:
-            network, chat = self.world_model
-            predictors["language_model"] = LanguageModel(LocalPolicy(network), chat)
-        chosen = {name: predictors[name] for name in plan.predictors()}
-        cascade = Cascade(chosen) if chosen else None
-        return Speculator(LocalPolicy(self.policy, workers), self.chat, cascade, plan.settings(), Seats(workers))
-
-
-def _load(name: str, builtin: str, precision: Precision) -> tuple[Network, ChatFormat]:
-    """A model by the name of a plan: ``builtin``, a model's directory or hub name, or an adapter's directory."""
-    if name == BUILTIN:
-        base, adapter = DEFAULT_MODEL, builtin
-    elif (Path(name) / "adapter_config.json").is_file():
-        base, adapter = adapter_base(Path(name)), name
-    else:
-        base, adapter = name, None
-    network, tokenizer = load_network(base, adapter, precision)
-    return network, ChatFormat(tokenizer)
-
-
 async def run(plan: Plan, output: Path, resume: bool, concurrency: int, workers: int, notes: Console) -> list[Failure]:
     """Carries out what of ``plan`` is not in the directory ``output`` yet. Returns the rollouts that broke.
 
@@ -123,6 +80,8 @@ async def run(plan: Plan, output: Path, resume: bool, concurrency: int, workers:
     pending = [(task, seed) for task, seed in jobs if (task.id, seed) not in directory.done]
     instructions = {task.id: task.instruction for task, _ in jobs}
     with notes.status("loading the models"):
+        from obsspec.loading import Models  # Imports for seconds; what is wrong with the plan has been said by now.
+
         models = Models.load(plan)
     speculator = models.speculator(plan, workers)
     with progress(notes) as bar:

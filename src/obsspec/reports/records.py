@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -231,5 +232,6 @@ def _append(file: Path, text: str) -> None:
                 data = data[stream.write(data) :]
             os.fsync(stream.fileno())
         except OSError:
-            os.truncate(file, before)
+            with suppress(OSError):  # What matters is the first error.
+                os.truncate(file, before)
             raise

@@ -1,0 +1,208 @@
+"""The command line, as a user runs it: in processes of its own, on real sandboxes, with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import tiny
+from obsspec.reports.records import read_trajectories
+
+OBSSPEC = (sys.executable, "-c", "from obsspec.cli import main; main()")
+
+
+def obsspec(*arguments: str | Path, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*OBSSPEC, *map(str, arguments)], capture_output=True, text=True, timeout=seconds, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights: it writes nonsense, which is all the same to the mechanics."""
+    directory = tmp_path_factory.mktemp("policy")
+    tokenizer = tiny.tokenizer()
+    tiny.llama(vocab_size=len(tokenizer), max_position_embeddings=8192).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same rollouts, sequential and speculative."""
+    directory = tmp_path_factory.mktemp("runs")
+    for name, options in (("off", ("--depth", "0")), ("on", ("--depth", "2", "--breadth", "2"))):
+        finished = rollout(policy, directory / name, "--predictor", "rules,memory", *options)
+        assert finished.returncode == 0, finished.stderr
+        assert "2 of 2 tasks" in finished.stdout
+    return directory / "off", directory / "on"
+
+
+def rollout(
+    policy: Path, output: Path, *options: str, tasks: str = "generated:text,logs/easy/0"
+) -> subprocess.CompletedProcess[str]:
+    return obsspec(*("rollout", "--policy", policy, "--output", output, "--tasks", tasks, "--max-turns", "3", *options))
+
+
+def test_speculation_changes_nothing(runs: tuple[Path, Path]) -> None:
+    compared = obsspec("compare", *runs)
+    assert compared.returncode == 0, compared.stderr
+    assert compared.stdout.rstrip().endswith("trajectories identical: 2 of 2")
+    figures = json.loads(obsspec("compare", *runs, "--json").stdout)
+    assert figures["identical"] == figures["compared"] == 2
+    assert figures["largest_logprob_difference"] == 0
+
+
+def test_a_changed_token_is_found(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (runs[1] / "trajectories.jsonl").read_text().splitlines()]
+    place = lines[0]["mask"].index(1)
+    lines[0]["tokens"][place] += 1
+    (tmp_path / "trajectories.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    compared = obsspec("compare", runs[0], tmp_path)
+    assert compared.returncode == 1
+    assert "trajectories identical: 1 of 2" in compared.stdout
+    assert lines[0]["task"] in compared.stdout
+
+
+def test_another_seed_is_another_run(policy: Path, runs: tuple[Path, Path], tmp_path: Path) -> None:
+    assert rollout(policy, tmp_path / "run", "--seed", "1", "--predictor", "off").returncode == 0
+    compared = obsspec("compare", runs[0], tmp_path / "run")
+    assert compared.returncode == 2
+    assert "no rollout in common" in compared.stderr
+
+
+def test_figures_for_machines(policy: Path, tmp_path: Path) -> None:
+    finished = rollout(policy, tmp_path / "run", "--predictor", "off", "--latency", "0.01", "--samples", "2", "--json")
+    figures = json.loads(finished.stdout)
+    assert figures["rollouts"] == 4
+    assert figures["latency"] == "0.01"
+    assert "remote sandbox: 0.01" in rollout(policy, tmp_path / "2", "--latency", "0.01", "--predictor", "off").stdout
+
+
+def test_a_finished_run_is_not_run_again(policy: Path, runs: tuple[Path, Path]) -> None:
+    before = (runs[0] / "trajectories.jsonl").read_bytes()
+    again = rollout(policy, runs[0], "--predictor", "rules,memory", "--depth", "0")
+    assert again.returncode == 2
+    assert "--resume" in again.stderr
+    resumed = rollout(policy, runs[0], "--predictor", "rules,memory", "--depth", "0", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    other = rollout(policy, runs[0], "--predictor", "rules,memory", "--depth", "1", "--resume")
+    assert other.returncode == 2
+    assert "depth = 0" in other.stderr
+    assert (runs[0] / "trajectories.jsonl").read_bytes() == before
+
+
+def test_interrupted_it_keeps_what_is_done_and_goes_on(policy: Path, tmp_path: Path) -> None:
+    output, tasks = tmp_path / "run", "generated:text/easy/0-29"
+    options = ("--predictor", "off", "--policy", str(policy), "--output", str(output), "--tasks", tasks)
+    with subprocess.Popen(
+        [*OBSSPEC, "rollout", *options, "--max-turns", "3"], stderr=subprocess.PIPE, text=True
+    ) as child:
+        wait_for_lines(output / "trajectories.jsonl", 2)
+        child.send_signal(signal.SIGINT)
+        _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert stderr.strip() == "obsspec: interrupted; what was written is kept"
+    kept = read_trajectories(output)
+    assert 2 <= len(kept) < 30
+    resumed = rollout(policy, output, "--predictor", "off", "--resume", tasks=tasks)
+    assert resumed.returncode == 0, resumed.stderr
+    lines = read_trajectories(output)
+    assert lines[: len(kept)] == kept
+    assert len({line.task for line in lines}) == len(lines) == 30
+
+
+def wait_for_lines(file: Path, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while not file.exists() or file.read_bytes().count(b"\n") < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def complaint(finished: subprocess.CompletedProcess[str]) -> str:
+    """The one line of a command that refuses bad input."""
+    assert finished.returncode == 2, finished.stderr
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith("obsspec: ")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "./missing"], "model ./missing: no such directory"),
+        (["--policy", "{dir}"], "not a complete model in {dir}"),
+        (["--tasks", "generated:lgos/easy/0"], "unknown family 'lgos': did you mean logs?"),
+        (["--tasks", "{dir}/tasks"], "task.toml"),
+        (["--tasks", "{dir}/none"], "{dir}/none: no such directory"),
+        (["--depth", "-1"], "--depth"),
+        (["--breadth", "0"], "--breadth"),
+        (["--temperature", "-0.5"], "--temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--precision", "int3"], "--precision"),
+        (["--predictor", "oracle"], "--predictor oracle: not one of rules, memory, language_model, off"),
+        (["--latency", "-3"], "--latency -3"),
+        (["--output", "/dev/null/run"], "--output /dev/null/run: Not a directory"),
+        (["--output", "{dir}/file"], "--output {dir}/file: File exists"),
+        (["--tasks", "generated:text/easy/0", "--frobnicate"], "No such option: --frobnicate"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(policy: Path, tmp_path: Path, options: Sequence[str], message: str) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "task.toml").write_text("broken = [")
+    (tmp_path / "tasks" / "instruction.md").write_text("Do it.")
+    good = ["--policy", str(policy), "--output", str(tmp_path / "run"), "--tasks", "generated:text/easy/0"]
+    given = [option.format(dir=tmp_path) for option in options]
+    assert message.format(dir=tmp_path) in complaint(obsspec("rollout", *good, "--predictor", "off", *given))
+
+
+def test_a_full_disk_is_said_in_one_line(policy: Path, tmp_path: Path) -> None:
+    def little_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+
+    options = ("--policy", policy, "--output", tmp_path / "run", "--tasks", "generated:text/easy/0", "--samples", 20)
+    command = [*OBSSPEC, "rollout", "--predictor", "off", "--max-turns", "2", *map(str, options)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=little_room)
+    line = complaint(finished)
+    assert f"{tmp_path}/run/trajectories.jsonl: File too large" in line
+    assert "--resume" in line
+    assert read_trajectories(tmp_path / "run"), "what was written before is whole"
+
+
+@pytest.mark.parametrize("command", [[], ["rollout"], ["compare"], ["warmstart"], ["demo"]])
+def test_help_explains(command: list[str]) -> None:
+    shown = obsspec(*command, "--help")
+    assert shown.returncode == 0
+    assert len(shown.stdout.splitlines()) > 8
+
+
+def test_compare_names_the_file_that_is_missing_or_broken(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    assert f"{tmp_path}/trajectories.jsonl: No such file" in complaint(obsspec("compare", runs[0], tmp_path))
+    (tmp_path / "trajectories.jsonl").write_text('{"task": 3}\n')
+    assert "line 1: " in complaint(obsspec("compare", runs[0], tmp_path))
+
+
+def test_demo_checks_its_file_before_it_works() -> None:
+    assert "--json /nowhere/x.json: No such file" in complaint(obsspec("demo", "--json", "/nowhere/x.json"))
+
+
+def test_warmstart_wants_generated_tasks() -> None:
+    line = complaint(obsspec("warmstart", "policy", "--tasks", "/somewhere"))
+    assert "expected generated:" in line
+
+
+def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
+    program = "import sys; sys.modules['torch'] = None; from obsspec.cli import main; main()"
+    finished = subprocess.run(
+        [sys.executable, "-c", program, "demo"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "pip install 'obsspec[local]'" in complaint(finished)
