@@ -35,6 +35,8 @@ from obsspec.tasks import Instance, parse_instances
 from obsspec.training.trajectories import read_runs
 from obsspec.types import Draft, Exchange, Observation, Predictor, Query
 
+PREDICTORS = ("rules_and_memory", "world_model", "either")
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -132,22 +134,21 @@ def main() -> None:
         counter = bar.add_task("predictions", total=2 * len(steps))
         results = [anyio.run(predict, each, steps, lambda: bar.advance(counter)) for each in (tables, model)]
     rows = figures(steps, *results)
-    headings = (
+    table = Table(title=f"Exact predictions, {arguments.tasks}")
+    for heading in (
         "family",
         "steps",
         "rules + memory",
         "world model",
         "either",
         "draft s",
-        "steps from 0.5 s",
+        "from 0.5 s",
         "draft / tool",
-    )
-    table = Table(*headings, title=f"Exact predictions, {arguments.tasks}")
+    ):
+        table.add_column(heading)
     for row in rows:
-        exact = (
-            f"{row[name]} ({row[name] / row['steps']:.0%})" for name in ("rules_and_memory", "world_model", "either")
-        )
-        slow = f"{row['slow_world_model']} of {row['slow_steps']} exact"
+        exact = (f"{row[name]} ({row[name] / row['steps']:.0%})" for name in PREDICTORS)
+        slow = f"{row['slow_world_model']} of {row['slow_steps']}"
         ratio = row["slow_draft_seconds"] / row["slow_tool_seconds"] if row["slow_steps"] else None
         shown = "" if ratio is None else f"{ratio:.2f}"
         table.add_row(row["family"], str(row["steps"]), *exact, f"{row['draft_seconds']:.2f}", slow, shown)

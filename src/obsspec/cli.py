@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 from dataclasses import asdict, replace
@@ -27,6 +28,22 @@ notes = Console(stderr=True)
 
 _INTERRUPTED = 130
 _BAD_INPUT = 2
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(importlib.metadata.version("obsspec"))
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, for machines.")]
 
@@ -216,8 +233,9 @@ def main() -> None:
         code = app(standalone_mode=False)
     except InputError as error:
         code = _complain(str(error))
-    except TyperException as error:
-        code = _complain(f"{error.format_message()} (--help explains)")
+    except TyperException as error:  # Without a message it has shown the help.
+        message = error.format_message()
+        code = _complain(f"{message} (--help explains)") if message else _BAD_INPUT
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers", "peft", "safetensors", "gguf", "accelerate"):
             raise
