@@ -40,6 +40,9 @@ class FreePredictor:
         propose(Draft("out" if self.asked % 2 else "wrong", 0.9))
         propose(Draft("other", 0.5))
 
+    async def prepare(self, query: Query) -> None:
+        pass
+
     def learn(self, query: Query, observation: Observation) -> None:
         pass
 

@@ -55,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default="generated:all/easy/1")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=2, help="threads of the policy")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     plan = Plan(arguments.tasks)
@@ -64,7 +65,7 @@ def main() -> None:
         for shape in SHAPES
     }
     names = {str(key): each for key, each in plans.items()}
-    lines = anyio.run(interleaved, names, arguments.repeats, Console(stderr=True))
+    lines = anyio.run(interleaved, names, arguments.repeats, arguments.workers, Console(stderr=True))
     rows = [row(*key, lines[str((key[0], SHAPES[0]))], lines[str(key)]) for key in plans]
     table = Table("delay s", "depth", "breadth", "agent s", "tools s", "hidden s", "hits", "on / off", "identical")
     for each in rows:

@@ -164,6 +164,16 @@ class ScenarioPredictor:
         finally:
             self.running -= 1
 
+    async def prepare(self, query: Query) -> None:
+        random = self.scenario.random("prepare", query)
+        self.running += 1
+        try:
+            await anyio.sleep(random.choice((0.0, 0.1, math.inf)))
+            if random.random() < self.scenario.predictor_faults:
+                raise RuntimeError("the world model cannot read")
+        finally:
+            self.running -= 1
+
     def learn(self, query: Query, observation: Observation) -> None:
         self.learned.append((query, observation))
         if self.scenario.random("learn", query).random() < self.scenario.predictor_faults:

@@ -15,7 +15,7 @@ from obsspec.runs import Plan
 
 @pytest.fixture(scope="module")
 def figures() -> Figures:
-    return anyio.run(run_demo, Plan("generated:checksum,service/easy/0", depth=2), 2, Console(stderr=True))
+    return anyio.run(run_demo, Plan("generated:checksum,service/easy/0", depth=2), 2, 1, Console(stderr=True))
 
 
 def test_nothing_is_changed(figures: Figures) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import anyio
 import pytest
@@ -34,6 +35,9 @@ class Scripted:
             propose(draft)
         if self.fails:
             raise RuntimeError("broken")
+
+    async def prepare(self, query: Query) -> None:
+        pass
 
     def learn(self, query: Query, observation: Observation) -> None:
         self.learnt.append(observation.text)
@@ -176,7 +180,41 @@ def test_a_language_model_proposes_what_it_writes() -> None:
         assert math.isclose(draft.probability, math.exp(4 * -0.01))
         (request,) = policy.requests
         assert request.sampling.temperature == 0
-        assert request.context.tokens == CHAT.context(QUERY).tokens
+        assert request.context.tokens == Prompts(CHAT, Limits()).before(QUERY).tokens + CHAT.ask(QUERY.command)
+
+    in_virtual_time(body)
+
+
+def test_a_language_model_prepares_by_reading_the_history() -> None:
+    async def body() -> None:
+        policy = Writes("x")
+        await LanguageModel(policy, CHAT).prepare(replace(QUERY, command=""))
+        (request,) = policy.requests
+        assert request.context.tokens == Prompts(CHAT, Limits()).before(QUERY).tokens
+        assert request.max_tokens == 1
+
+    in_virtual_time(body)
+
+
+def test_a_cascade_prepares_all_of_its_predictors() -> None:
+    read: list[str] = []
+
+    class Reads(Scripted):
+        def __init__(self, name: str, fails: bool = False) -> None:
+            super().__init__(fails=fails)
+            self.name = name
+
+        async def prepare(self, query: Query) -> None:
+            if self.fails:
+                raise RuntimeError("broken")
+            await anyio.sleep(1)
+            read.append(self.name)
+
+    async def body() -> None:
+        cascade = Cascade({"a": Reads("a"), "b": Reads("b", fails=True), "c": Reads("c")})
+        await cascade.prepare(QUERY)
+        assert sorted(read) == ["a", "c"]
+        assert cascade.counts["b"].failures == 1
 
     in_virtual_time(body)
 

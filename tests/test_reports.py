@@ -26,6 +26,9 @@ class Always:
     async def predict(self, query: Query, propose: object) -> None:
         propose(Draft(self.text, 0.9, "always"))  # type: ignore[operator]
 
+    async def prepare(self, query: Query) -> None:
+        pass
+
     def learn(self, query: Query, observation: Observation) -> None:
         pass
 

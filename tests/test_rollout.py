@@ -62,6 +62,9 @@ class Drafts:
             await anyio.sleep(seconds)
             propose(draft)
 
+    async def prepare(self, query: Query) -> None:
+        pass
+
     def learn(self, query: Query, observation: Observation) -> None:
         pass
 
@@ -220,6 +223,29 @@ def test_predictors_learn_each_committed_observation_once_and_in_order() -> None
 
     run(commands("a", "?", "b", "done"), Learning(((0.1, Draft("wrong", 0.5)),)), printing("out"), depth=2, breadth=2)
     assert learned == [((), "a", "out"), (("a",), "b", "out")]
+
+
+def test_predictors_may_read_while_the_policy_writes() -> None:
+    read: list[tuple[float, str, tuple[str, ...]]] = []
+
+    class Reading(Drafts):
+        async def prepare(self, query: Query) -> None:
+            began = anyio.current_time()
+            try:
+                await anyio.sleep_forever()
+            finally:
+                read.append(
+                    (anyio.current_time() - began, query.command, tuple(past.command for past in query.history))
+                )
+
+    run(commands("ls", "cat x", "done"), Reading(()), printing("out"))
+    seconds, asked, known = zip(*read, strict=True)
+    assert seconds == pytest.approx((0.3, 0.6, 0.5))
+    assert asked == ("", "", "")
+    assert known == ((), ("ls",), ("ls", "cat x"))
+    read.clear()
+    run(commands("ls", "cat x", "done"), Reading(()), printing("out"), depth=0)
+    assert read == [], "without speculation there is nothing to prepare for"
 
 
 def test_three_lines_around_a_tool_call_of_ones_own() -> None:

@@ -201,6 +201,7 @@ def warmstart(
 def demo(
     repeats: Annotated[int, typer.Option(min=1, help="How often every rollout is run both ways, interleaved.")] = 2,
     depth: Annotated[int, typer.Option(min=1, help="How many observations ahead to speculate.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Threads of the policy: one generation each.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
 ) -> None:
     """Run the built-in policy on terminal tasks with speculation off and on: what it hid, and that nothing changed."""
@@ -208,7 +209,7 @@ def demo(
 
     if json_file is not None:
         _check_writable(json_file)
-    figures = anyio.run(run_demo, replace(PLAN, depth=depth), repeats, notes)
+    figures = anyio.run(run_demo, replace(PLAN, depth=depth), repeats, workers, notes)
     print_demo(figures, output)
     if json_file is not None:
         json_file.write_text(json.dumps(asdict(figures), indent=2) + "\n")

@@ -15,8 +15,12 @@ from obsspec.reports.tables import families_table, progress, share, summary_tabl
 from obsspec.rollout import rollout
 from obsspec.runs import Plan
 
-PLAN = Plan(tasks="generated:all/easy/0", depth=2)
-"""Held-out tasks: the built-in models were trained on seeds from 1000 on. Their commands print the same every time."""
+PLAN = Plan(
+    tasks="generated:c_program,database,makefile,python_bug/easy/0", samples=3, depth=2, breadth=2, temperature=0.5
+)
+"""Tasks on which tools take time: they compile, query, build and test. Held-out ones, for the built-in models were
+trained on seeds from 1000 on, and such that their commands print the same every time. Several rollouts of each, as
+algorithms that compare a group of them need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +43,17 @@ class Figures:
     """Rollouts not compared, because the environment itself answered the same command differently."""
 
 
-async def run_demo(plan: Plan, repeats: int, notes: Console) -> Figures:
-    """Runs every rollout of the plan ``repeats`` times each way."""
+async def run_demo(plan: Plan, repeats: int, workers: int, notes: Console) -> Figures:
+    """Runs every rollout of the plan ``repeats`` times each way. ``workers``: threads of the policy."""
     plans = {"off": replace(plan, depth=0), "on": plan}
-    lines = await interleaved(plans, repeats, notes)
+    lines = await interleaved(plans, repeats, workers, notes)
     comparisons = [compare(off, on) for off, on in zip(lines["off"], lines["on"], strict=True)]
     return _figures(lines["off"], lines["on"], comparisons)
 
 
-async def interleaved(plans: Mapping[str, Plan], repeats: int, notes: Console) -> dict[str, list[list[TrajectoryLine]]]:
+async def interleaved(
+    plans: Mapping[str, Plan], repeats: int, workers: int, notes: Console
+) -> dict[str, list[list[TrajectoryLine]]]:
     """Runs the same rollouts by each of several plans, one at a time, taking turns at which plan goes first.
 
     The plans share their models, tasks and seeds. Each repeat starts with empty caches and an empty memory, so what it
@@ -64,7 +70,7 @@ async def interleaved(plans: Mapping[str, Plan], repeats: int, notes: Console) -
     with progress(notes) as bar:
         counter = bar.add_task("rollouts", total=len(plans) * repeats * len(jobs))
         for repeat in range(repeats):
-            speculators = {name: models.speculator(plan, workers=1) for name, plan in plans.items()}
+            speculators = {name: models.speculator(plan, workers) for name, plan in plans.items()}
             for task, seed in jobs:
                 for name in order:
                     trajectory = await rollout(speculators[name], task, environments[name], seed)

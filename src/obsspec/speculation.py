@@ -115,7 +115,8 @@ class Branch:
         """By what they render to."""
         self.children: dict[Tokens, Branch] = {}
         self.scope = anyio.CancelScope()
-        """Contains all that runs for this branch."""
+        """Contains all that runs for this branch, but for the predictor's preparation, which ends before."""
+        self.preparation = anyio.CancelScope()
         self._request_scope = anyio.CancelScope()
 
     @property
@@ -358,12 +359,15 @@ class Rollout:
 
     async def _grow(self, branch: Branch) -> None:
         with branch.scope:
+            self._tasks.start_soon(self._prepare, branch)
             try:
                 finish = await self._generate(branch)
                 branch.generation = replace(branch.generation, finish=finish)
                 branch.step = self._chat.parse(branch.generation)
             except Exception as error:
                 branch.error = error
+            finally:
+                branch.preparation.cancel()
             branch.complete.set()
             await _until_depth(branch, below=self._settings.depth)
             if branch.turn + 1 < self._settings.max_turns:
@@ -409,6 +413,14 @@ class Rollout:
                 finally:
                     branch.generating.append(self._interval(began))
         return None
+
+    async def _prepare(self, branch: Branch) -> None:
+        """While the policy writes a command, the predictor may read what came before it."""
+        with branch.preparation:
+            await _until_depth(branch, below=self._settings.depth)
+            if self._predictor is not None:
+                with suppress(Exception):
+                    await self._predictor.prepare(self._query(branch, Action("")))
 
     async def _draft(self, branch: Branch) -> None:
         match branch.step:

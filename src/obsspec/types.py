@@ -209,11 +209,16 @@ class Predictor(Protocol):
 
     ``predict`` calls ``propose`` once for each draft, as soon as it has it, in any order, and returns when it has no
     more. It may be cancelled at any await, and must then stop. It may raise: that costs the drafts not yet proposed
-    and nothing else. Many calls run at the same time. ``learn`` is told every committed observation, once, in the
-    order of its rollout; it is called from the event loop and must be quick.
+    and nothing else. Many calls run at the same time.
+
+    ``prepare`` is called while the policy still writes the command, with a query whose command is empty: time to read
+    the history. It is cancelled when the command is known, and may raise as well. ``learn`` is told every committed
+    observation, once, in the order of its rollout; it is called from the event loop and must be quick.
     """
 
     async def predict(self, query: Query, propose: Callable[[Draft], None]) -> None: ...
+
+    async def prepare(self, query: Query) -> None: ...
 
     def learn(self, query: Query, observation: Observation) -> None: ...
 

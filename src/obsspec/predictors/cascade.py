@@ -79,6 +79,19 @@ class Cascade:
             self._fail(name)
         returned.set()
 
+    async def prepare(self, query: Query) -> None:
+        """All of them, side by side."""
+
+        async def one(name: str) -> None:
+            try:
+                await self._predictors[name].prepare(query)
+            except Exception:
+                self._fail(name)
+
+        async with anyio.create_task_group() as tasks:
+            for name in self._predictors:
+                tasks.start_soon(one, name)
+
     def learn(self, query: Query, observation: Observation) -> None:
         for name, texts in self._proposed.get(query, {}).items():
             self.counts[name].asked += 1

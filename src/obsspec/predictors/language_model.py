@@ -61,10 +61,14 @@ class Prompts:
         self._limits = limits
         self._prompts: Prefixes[_Prompt] = Prefixes(self._start, self._then)
 
+    def before(self, query: Query) -> Context:
+        """The prompt up to where the command begins."""
+        return self._prompts.after(query).context
+
     def of(self, query: Query) -> Context | None:
         """The prompt that the answer to ``query`` follows; None where command or instruction are too long for it."""
         command = self._chat.ask(query.command)
-        context = self._prompts.after(query).context.given(command)
+        context = self.before(query).given(command)
         fits = context.length + self._limits.draft_tokens <= self._limits.context_tokens
         return context if fits and len(command) <= self._limits.draft_tokens else None
 
@@ -104,16 +108,6 @@ class LanguageModel:
         context = self._prompts.of(query)
         if context is None:
             return
-        request = Request(
-            context=context,
-            sampling=self._sampling,
-            max_tokens=self._sampling.max_tokens,
-            stop=self._chat.stop,
-            seed=0,
-            turn=len(query.history),
-            # All rollouts of a task share it: a query does not say which of them asks, and their prompts begin alike.
-            rollout=f"world model: {query.task}",
-        )
         tokens: list[int] = []
         logprob = 0.0
         with anyio.CancelScope() as worthwhile:
@@ -125,9 +119,26 @@ class LanguageModel:
                 if logprob < self._least:
                     worthwhile.cancel()
 
-            finish = await self._policy.generate(request, emit)
+            finish = await self._policy.generate(self._request(query, context, self._sampling.max_tokens), emit)
             if finish == "stop" and logprob >= self._least:
                 propose(Draft(self._chat.text(tuple(tokens)), math.exp(min(0.0, logprob)), "language_model"))
+
+    async def prepare(self, query: Query) -> None:
+        """Has the history read, so that what is left to read is the command."""
+        # A policy that generates has read its context; the one token is for nothing.
+        await self._policy.generate(self._request(query, self._prompts.before(query), 1), lambda chunk: None)
+
+    def _request(self, query: Query, context: Context, max_tokens: int) -> Request:
+        return Request(
+            context=context,
+            sampling=self._sampling,
+            max_tokens=max_tokens,
+            stop=self._chat.stop,
+            seed=0,
+            turn=len(query.history),
+            # All rollouts of a task share it: a query does not say which of them asks, and their prompts begin alike.
+            rollout=f"world model: {query.task}",
+        )
 
     def learn(self, query: Query, observation: Observation) -> None:
         """Nothing."""

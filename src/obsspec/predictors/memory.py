@@ -115,6 +115,9 @@ class Memory:
                 recalls.append(Recall(self._texts[text], probability, level))
         return recalls
 
+    async def prepare(self, query: Query) -> None:
+        """Nothing: it is quick."""
+
     def learn(self, query: Query, observation: Observation) -> None:
         observed = _digest(observation.text)
         self._texts.setdefault(observed, observation.text)

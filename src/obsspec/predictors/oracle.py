@@ -38,6 +38,9 @@ class Oracle:
             exact = Random(repr((self._seed, _circumstances(query)))).random() < self._accuracy
             propose(Draft(text if exact else f"not {text}", self._accuracy, "oracle"))
 
+    async def prepare(self, query: Query) -> None:
+        """Nothing: it knows already."""
+
     def learn(self, query: Query, observation: Observation) -> None:
         """Nothing: it knows already."""
 

@@ -69,6 +69,9 @@ class Rules:
         if guess and (probability := self.probability(guess.rule, guess.program)) >= self._floor:
             propose(Draft(guess.text, probability, "rules"))
 
+    async def prepare(self, query: Query) -> None:
+        """Nothing: it is quick."""
+
     def learn(self, query: Query, observation: Observation) -> None:
         guess = self.guess(query)
         if guess:
