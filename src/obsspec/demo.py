@@ -16,7 +16,12 @@ from obsspec.rollout import rollout
 from obsspec.runs import Plan
 
 PLAN = Plan(
-    tasks="generated:c_program,database,makefile,python_bug/easy/0", samples=3, depth=2, breadth=2, temperature=0.5
+    tasks="generated:c_program,database,makefile,python_bug/easy/0",
+    samples=3,
+    depth=2,
+    breadth=2,
+    temperature=0.5,
+    max_turns=8,
 )
 """Tasks on which tools take time: they compile, query, build and test. Held-out ones, for the built-in models were
 trained on seeds from 1000 on, and such that their commands print the same every time. Several rollouts of each, as
