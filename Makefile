@@ -10,7 +10,7 @@ demo: $(VENV)/.local
 	$(BIN)/obsspec demo
 
 test: $(VENV)/.development lint
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.development
 	$(BIN)/ruff format --check src tests benchmarks

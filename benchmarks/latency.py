@@ -21,13 +21,12 @@ import anyio
 from rich.console import Console
 from rich.table import Table
 
-from obsspec.demo import interleaved
+from obsspec.demo import PLAN, interleaved
 from obsspec.reports.comparison import compare
 from obsspec.reports.records import TrajectoryLine
 from obsspec.reports.summary import summarize
-from obsspec.runs import Plan
 
-SHAPES = ((0, 1), (1, 1), (2, 1), (3, 2))
+SHAPES = ((0, 1), (1, 1), (1, 2), (2, 2))
 """Depth and breadth."""
 LATENCIES = ("0", "0.3", "1")
 """Seconds added to every command."""
@@ -53,12 +52,13 @@ def row(latency: str, shape: tuple[int, int], off: list[list[TrajectoryLine]], o
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", default="generated:all/easy/1")
+    parser.add_argument("--tasks", default="generated:database,makefile,python_bug/easy/0")
+    parser.add_argument("--samples", type=int, default=2, help="rollouts of each task")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2, help="threads of the policy")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    plan = Plan(arguments.tasks)
+    plan = replace(PLAN, tasks=arguments.tasks, samples=arguments.samples)
     plans = {
         (latency, shape): replace(plan, latency=latency, depth=shape[0], breadth=shape[1])
         for latency in LATENCIES
@@ -80,7 +80,12 @@ def main() -> None:
         )
     Console().print(table)
     if arguments.json:
-        about = {"tasks": arguments.tasks, "repeats": arguments.repeats, "cores": os.cpu_count()}
+        about = {
+            "tasks": arguments.tasks,
+            "samples": arguments.samples,
+            "repeats": arguments.repeats,
+            "cores": os.cpu_count(),
+        }
         arguments.json.write_text(json.dumps(about | {"rows": rows}, indent=2) + "\n")
 
 

@@ -195,6 +195,17 @@ def test_demo_checks_its_file_before_it_works() -> None:
     assert "--json /nowhere/x.json: No such file" in complaint(obsspec("demo", "--json", "/nowhere/x.json"))
 
 
+def test_an_adapter_is_trained_and_used(policy: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    options = ("--base", policy, "--tokens", "300", "--runs", tmp_path / "runs.jsonl", "--output", adapter)
+    trained = obsspec("warmstart", "policy", "--tasks", "generated:logs/easy/1000-1001", *options)
+    assert trained.returncode == 0, trained.stderr
+    assert str(adapter) in trained.stdout
+    finished = rollout(adapter, tmp_path / "run", "--predictor", "off", tasks="generated:logs/easy/0")
+    assert finished.returncode == 0, finished.stderr
+    assert len(read_trajectories(tmp_path / "run")) == 1
+
+
 def test_warmstart_wants_generated_tasks() -> None:
     line = complaint(obsspec("warmstart", "policy", "--tasks", "/somewhere"))
     assert "expected generated:" in line
