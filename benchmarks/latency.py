@@ -78,7 +78,7 @@ def main() -> None:
             f"{each['ratio']:.3f}",
             f"{each['identical']} of {each['compared']}",
         )
-    Console().print(table)
+    Console(width=100).print(table)
     if arguments.json:
         about = {
             "tasks": arguments.tasks,
