@@ -24,6 +24,7 @@ bench: $(VENV)/.development
 
 # constraints.txt pins torch to the CPU build: developing needs no GPU.
 $(VENV)/.local: pyproject.toml constraints.txt
+	@echo "setting up $(VENV), PyTorch included: a minute or more"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[local]'
