@@ -123,6 +123,11 @@ async def open_sandbox(task: Task, limits: Limits | None = None) -> AsyncIterato
                 failure = error
         except InputError as error:
             failure = error
+        except RuntimeError as error:
+            failure = InputError(
+                f"the sandbox cannot start on this machine: {error}; where it cannot create namespaces, run as root or "
+                "allow them (sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0)"
+            )
         finally:
             with anyio.CancelScope(shield=True):
                 await sandbox._stop()
@@ -163,13 +168,6 @@ class Sandbox:
         return 1.0 if exit_code == 0 else 0.0
 
     async def _set_up(self) -> None:
-        try:
-            await self._run("true", _SETUP_SECONDS)
-        except RuntimeError as error:
-            raise InputError(
-                f"the sandbox cannot start on this machine: {error}; where it cannot create namespaces, run as root or "
-                "allow them (sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0)"
-            ) from None
         await self._lay_down(self._task.files)
         if self._task.setup:
             exit_code, output = await self._run(_script(self._task.setup), _SETUP_SECONDS)
