@@ -349,8 +349,11 @@ class Rollout:
 
     def _speculates(self, branch: Branch) -> bool:
         """Whether the observation of the branch's action is to be predicted, once the branch is near enough."""
-        has_next = branch.turn + 1 < self._settings.max_turns
-        return isinstance(branch.step, Action) and self._predictor is not None and self._settings.depth > 0 and has_next
+        return isinstance(branch.step, Action) and self._predictor is not None and self._may_speculate(branch)
+
+    def _may_speculate(self, branch: Branch) -> bool:
+        """Whether anything may follow the branch's observation before it is known."""
+        return self._settings.depth > 0 and branch.turn + 1 < self._settings.max_turns
 
     # One branch: it generates, then drafts; each draft that is worth it becomes a child, which does the same.
 
@@ -359,7 +362,8 @@ class Rollout:
 
     async def _grow(self, branch: Branch) -> None:
         with branch.scope:
-            self._tasks.start_soon(self._prepare, branch)
+            if self._predictor is not None and self._may_speculate(branch):
+                self._tasks.start_soon(self._prepare, branch, self._predictor)
             try:
                 finish = await self._generate(branch)
                 branch.generation = replace(branch.generation, finish=finish)
@@ -414,13 +418,11 @@ class Rollout:
                     branch.generating.append(self._interval(began))
         return None
 
-    async def _prepare(self, branch: Branch) -> None:
+    async def _prepare(self, branch: Branch, predictor: Predictor) -> None:
         """While the policy writes a command, the predictor may read what came before it."""
-        with branch.preparation:
+        with branch.preparation, suppress(Exception):
             await _until_depth(branch, below=self._settings.depth)
-            if self._predictor is not None:
-                with suppress(Exception):
-                    await self._predictor.prepare(self._query(branch, Action("")))
+            await predictor.prepare(self._query(branch, Action("")))
 
     async def _draft(self, branch: Branch) -> None:
         match branch.step:
