@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +17,7 @@ from rich.console import Console
 from typer.exceptions import TyperException
 
 from obsspec.errors import InputError
+from obsspec.policies import Precision
 
 app = typer.Typer(
     name="obsspec",
@@ -72,9 +75,7 @@ def rollout(
     samples: Annotated[int, typer.Option(min=1, help="Rollouts of each task, with consecutive seeds.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
     max_turns: Annotated[int, typer.Option(min=1, help="Most generations in a rollout.")] = 12,
-    precision: Annotated[
-        Literal["int8", "float32", "bfloat16"], typer.Option(help="Of the weights; int8 is for Llama models.")
-    ] = "int8",
+    precision: Annotated[Precision, typer.Option(help="Of the weights; int8 is for Llama models.")] = "int8",
     latency: Annotated[
         str,
         typer.Option(help="Delay added to every command, and reported: seconds, or `FILE.json:NAME`, quantiles."),
@@ -170,7 +171,7 @@ def warmstart(
 ) -> None:
     """Train a small policy or a world model: an adapter, on what experts do on generated tasks in the sandbox.
 
-    The built-in adapters were made by this command. It goes on where it was interrupted.
+    The built-in adapters were made with these defaults. It goes on where it was interrupted.
     """
     from obsspec.environments.sandbox import open_sandbox
     from obsspec.reports.tables import progress
@@ -208,18 +209,21 @@ def demo(
     from obsspec.demo import PLAN, print_demo, run_demo
 
     if json_file is not None:
-        _check_writable(json_file)
+        with _writable(json_file):
+            json_file.open("a").close()
     figures = anyio.run(run_demo, replace(PLAN, depth=depth), repeats, workers, notes)
     print_demo(figures, output)
     if json_file is not None:
-        json_file.write_text(json.dumps(asdict(figures), indent=2) + "\n")
+        with _writable(json_file):
+            json_file.write_text(json.dumps(asdict(figures), indent=2) + "\n")
     if figures.different:
         raise typer.Exit(1)
 
 
-def _check_writable(file: Path) -> None:
+@contextmanager
+def _writable(file: Path) -> Iterator[None]:
     try:
-        file.open("a").close()
+        yield
     except OSError as error:
         raise InputError(f"--json {file}: {error.strerror}; choose a file that can be written") from None
 

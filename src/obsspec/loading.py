@@ -8,10 +8,11 @@ from pathlib import Path
 from obsspec.budget import Seats
 from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
 from obsspec.models import BUILTIN_POLICY, BUILTIN_WORLD_MODEL, DEFAULT_MODEL, adapter_base
+from obsspec.policies import Precision
 from obsspec.policies.local import LocalPolicy
 from obsspec.policies.networks import Network, load_network
 from obsspec.predictors import Cascade, LanguageModel, Memory, Rules
-from obsspec.runs import BUILTIN, Plan, Precision
+from obsspec.runs import BUILTIN, Plan
 from obsspec.speculation import Speculator
 from obsspec.types import Predictor
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 
 from obsspec.environments.latency import parse_latency, with_latency
 from obsspec.environments.sandbox import open_sandbox
 from obsspec.errors import InputError
+from obsspec.policies import Precision
 from obsspec.reports.records import RunDirectory, line_of
 from obsspec.reports.tables import progress
 from obsspec.rollout import Failure, rollouts
 from obsspec.speculation import Settings
 from obsspec.tasks import parse_tasks
 from obsspec.types import OpenEnvironment, Sampling, Task, Trajectory
-
-Precision = Literal["int8", "float32", "bfloat16"]
 
 BUILTIN = "builtin"
 """The policy, or the world model, that comes with the package."""

@@ -11,7 +11,7 @@ import copy
 import inspect
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from obsspec.errors import InputError
 from obsspec.models import DEFAULT_CACHE, load_model
+from obsspec.policies import Precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -53,9 +54,6 @@ class Network(Protocol):
 
         Returns the float32 logits, shape (vocabulary,), of the token that follows them.
         """
-
-
-Precision = Literal["int8", "float32", "bfloat16"]
 
 
 def load_network(
