@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -104,10 +105,10 @@ def test_interrupted_it_keeps_what_is_done_and_goes_on(policy: Path, tmp_path: P
     output, tasks = tmp_path / "run", "generated:text/easy/0-29"
     options = ("--predictor", "off", "--policy", str(policy), "--output", str(output), "--tasks", tasks)
     with subprocess.Popen(
-        [*OBSSPEC, "rollout", *options, "--max-turns", "3"], stderr=subprocess.PIPE, text=True
+        [*OBSSPEC, "rollout", *options, "--max-turns", "3"], stderr=subprocess.PIPE, text=True, process_group=0
     ) as child:
         wait_for_lines(output / "trajectories.jsonl", 2)
-        child.send_signal(signal.SIGINT)
+        os.killpg(child.pid, signal.SIGINT)  # As a terminal does: to whatever it has started, too.
         _, stderr = child.communicate(timeout=60)
     assert child.returncode == 130
     assert stderr.strip() == "obsspec: interrupted; what was written is kept"

@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 from obsspec import InputError, Task
-from obsspec.environments.sandbox import Limits, Sandbox, open_sandbox
+from obsspec.environments.sandbox import Limits, Sandbox, _children, open_sandbox
 
 pytestmark = pytest.mark.anyio
 
@@ -120,7 +120,7 @@ async def test_a_failing_set_up_names_the_task() -> None:
 async def test_a_command_over_time_is_killed_with_all_it_started(command: str) -> None:
     async with open_sandbox(task(time_limit=0.5)) as sandbox:
         await sandbox.execute("sleep 1234 & cd /tmp")
-        before = sandbox._processes() - {sandbox._shell()}
+        before = sandbox._processes() - sandbox._shell()
         began = time.monotonic()
         observation = await sandbox.execute(command)
         assert observation.timed_out
@@ -129,7 +129,7 @@ async def test_a_command_over_time_is_killed_with_all_it_started(command: str) -
         assert len(observation.text) < 11_000
         assert time.monotonic() - began < 5
         await anyio.sleep(0.1)
-        assert sandbox._processes() - {sandbox._shell()} == before, "what was there before, the job included, still is"
+        assert sandbox._processes() - sandbox._shell() == before, "what was there before, the job included, still is"
         assert (await sandbox.execute("echo next")).text == "next"
 
 
@@ -140,10 +140,10 @@ async def test_the_shell_keeps_its_state_over_a_time_out() -> None:
 
 async def test_a_cancelled_command_is_killed() -> None:
     async with open_sandbox(task()) as sandbox:
+        await sandbox.execute("sleep 1234 &")
         before = sandbox._processes()
         with anyio.move_on_after(0.3):
-            await sandbox.execute("sleep 60; sleep 60")
-        await anyio.sleep(0.1)
+            await sandbox.execute("sleep 60 & sleep 60; sleep 60")
         assert sandbox._processes() == before
         assert (await sandbox.execute("echo next")).text == "next"
 
@@ -236,6 +236,42 @@ async def test_nothing_is_left_however_the_block_ends() -> None:
     with pytest.raises(KeyError):
         async with open_sandbox(task()):
             raise KeyError("mine")
+
+
+def left_behind() -> list[int]:
+    return [pid for pid in _children(os.getpid()) if "bwrap" in Path(f"/proc/{pid}/comm").read_text()]
+
+
+@pytest.mark.parametrize("command", ["(sleep 0.1; kill -9 $$) &", "(sleep 0.1; kill $$) & (sleep 0.2; kill -9 $$) &"])
+async def test_a_shell_that_dies_between_two_commands_answers_neither(command: str) -> None:
+    async with open_sandbox(task()) as sandbox:
+        await sandbox.execute(command)
+        await anyio.sleep(0.3)
+        for number in range(3):
+            assert (await sandbox.execute(f"echo {number}")).text == str(number)
+
+
+async def test_a_command_can_be_cancelled_at_any_moment() -> None:
+    async with open_sandbox(task()) as sandbox:
+        for step in range(60):
+            with anyio.move_on_after(step * 0.0005):
+                await sandbox.execute(": " + "long " * 20_000 + "; (sleep 1 && touch late) & sleep 1 && touch late")
+            assert (await sandbox.execute(f"echo {step}; ls")).text == str(step)
+        assert sandbox._processes() > sandbox._shell()
+
+
+async def test_a_start_can_be_cancelled_at_any_moment() -> None:
+    started = task(files=FILES, setup="sleep 0.01")
+    async with open_sandbox(started) as sandbox:
+        mine = sandbox._processes()
+        for step in range(50):
+            with anyio.move_on_after(step * 0.003) as scope:
+                async with open_sandbox(started):
+                    await anyio.sleep_forever()
+            assert scope.cancelled_caught
+        assert (await sandbox.execute("echo next")).text == "next"
+        assert sandbox._processes() == mine
+    assert not left_behind()
 
 
 def test_nothing_is_left_when_the_program_is_killed() -> None:

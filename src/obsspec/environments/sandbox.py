@@ -67,20 +67,22 @@ class Limits:
     processes: int = 256
 
 
-# {commands}, {status} and {output} are the numbers of the pipes. The outer shell keeps its own privileges, so that
+# {commands}, {events} and {output} are the numbers of the pipes. The outer shell keeps its own privileges, so that
 # nothing that a command kills can take it down.
 _OUTER = """
 exec 2>/dev/null
+printf 'ready 0\\0' >&{events}
 while :; do
   (cd {directory}; ulimit -v {memory} -f {files} -u {processes}; exec $BECOME_AGENT bash --norc --noprofile -c "$INNER")
-  printf 'ended %s\\0' $? >&{status}
+  printf 'ended %s\\0' $? >&{events}
 done
 """
-_INNER = """
-unset INNER OUTER BECOME_AGENT
+# `eval :` is there for what bash says of background jobs that ended between commands: ids and moment vary.
+_INNER = """unset INNER OUTER BECOME_AGENT
 while IFS= read -r -d '' -u {commands} __command; do
-  eval "$__command" </dev/null >&{output} 2>&1 {commands}<&- {status}>&- {output}>&-
-  printf 'done %s\\0' $? >&{status}
+  printf 'began 0\\0' >&{events}; eval :
+  eval "$__command" </dev/null >&{output} 2>&1 {commands}<&- {events}>&- {output}>&-
+  printf 'done %s\\0' $? >&{events}
 done
 """
 # What is done before any privilege is dropped: who is who, and whose the directories are. Where we are root, the agent
@@ -113,7 +115,8 @@ async def open_sandbox(task: Task, limits: Limits | None = None) -> AsyncIterato
     sandbox = Sandbox(task, limits or Limits())
     async with anyio.create_task_group() as readers:
         try:
-            await sandbox._start()
+            with anyio.CancelScope(shield=True):  # bubblewrap, when it is killed half-way, leaves a process behind.
+                await sandbox._start()
             readers.start_soon(sandbox._read_output)
             await sandbox._set_up()
             failure: Exception | None = None
@@ -144,7 +147,7 @@ class Sandbox:
         self._limits = limits
         self._process: Process | None = None
         self._capture = Capture()
-        self._pending_status = b""
+        self._pending_events = b""
         self._said = "its processes were killed"
         """What the sandbox complained of when it died."""
 
@@ -203,11 +206,13 @@ class Sandbox:
             return 2, "bash: a command cannot hold a NUL byte"
         before = self._processes()
         self._capture = Capture()
+        with anyio.fail_after(_SETUP_SECONDS, shield=True):  # Half a command must not be left in the pipe.
+            await self._send(command.encode(errors="replace") + b"\0")
+            await self._event("began")
         exit_code = None
         try:
             with anyio.move_on_after(seconds):
-                await self._send(command.encode(errors="replace") + b"\0")
-                exit_code = await self._status()
+                exit_code = await self._event("done", "ended")
         finally:
             if exit_code is None:
                 self._drain_output()
@@ -221,21 +226,29 @@ class Sandbox:
 
     async def _send(self, data: bytes) -> None:
         view = memoryview(data)
-        with suppress(BrokenPipeError):  # The sandbox has died, as `_status` will tell.
+        with suppress(BrokenPipeError):  # The sandbox has died, as `_event` will tell.
             while view:
                 await anyio.wait_writable(self._commands)
                 view = view[os.write(self._commands, view) :]
 
-    async def _status(self) -> int:
-        """The next exit code that the shells report."""
-        while b"\0" not in self._pending_status:
-            await anyio.wait_readable(self._statuses)
-            data = os.read(self._statuses, 4096)
-            if not data:
-                raise RuntimeError(f"the shell has died: {await self._last_words()}")
-            self._pending_status += data
-        status, _, self._pending_status = self._pending_status.partition(b"\0")
-        return int(status.split()[1])
+    async def _event(self, *names: str) -> int:
+        """The exit code with the next event of some kind that the shells report.
+
+        The outer one is ``ready`` once and tells when an inner one has ``ended``; that one has ``began`` a command or
+        is ``done`` with it. What a command that is over was late to cause comes before the next one has begun, and is
+        passed over.
+        """
+        while True:
+            while b"\0" not in self._pending_events:
+                await anyio.wait_readable(self._events)
+                data = os.read(self._events, 4096)
+                if not data:
+                    raise RuntimeError(f"the shell has died: {await self._last_words()}")
+                self._pending_events += data
+            event, _, self._pending_events = self._pending_events.partition(b"\0")
+            name, exit_code = event.decode().split()
+            if name in names:
+                return int(exit_code)
 
     async def _last_words(self) -> str:
         assert self._process is not None
@@ -278,13 +291,15 @@ class Sandbox:
         for patience in (0.02, 0.05, 0.2, 0.5):
             self._kill_all_but(before)
             with anyio.move_on_after(patience):
-                await self._status()
+                await self._event("done", "ended")
                 break
         else:
             await self._end_shell()
-        self._kill_all_but(before | {self._shell()})
+        killed = self._kill_all_but(before | self._shell())
+        while killed & self._processes():  # noqa: ASYNC110 -- only the sandbox's own processes can wait for these
+            await anyio.sleep(0.002)
 
-    def _kill_all_but(self, spared: set[int]) -> None:
+    def _kill_all_but(self, spared: set[int]) -> set[int]:
         """Stops everything before it kills anything: what is stopped cannot fork, and still counts as a process, so
         this comes to an end with a fork bomb too."""
         stopped: set[int] = set()
@@ -292,31 +307,36 @@ class Sandbox:
             _signal(started, signal.SIGSTOP)
             stopped |= started
         _signal(stopped, signal.SIGKILL)
+        return stopped
 
     async def _end_shell(self) -> None:
         """Ends the inner shell, whatever it is doing, and the outer one starts another."""
-        _signal({self._shell()}, signal.SIGKILL)
-        await self._status()
-
-    def _shell(self) -> int:
-        """The inner bash: the outer one's only child. The outer one is the child of the sandbox's first process."""
         assert self._process is not None
-        pid = self._process.pid
+        while not (shell := self._shell()) and self._process.returncode is None:  # noqa: ASYNC110 -- nobody tells us
+            await anyio.sleep(0.002)  # The outer shell is just starting it.
+        _signal(shell, signal.SIGKILL)
+        await self._event("ended")
+
+    def _shell(self) -> set[int]:
+        """The inner bash, if it runs: the outer one's only child. The outer one is the child of the sandbox's first
+        process."""
+        assert self._process is not None
+        shell = {self._process.pid}
         for _ in range(3):
-            pid = min(_children(pid), default=0)
-        return pid
+            shell = {min(children) for pid in shell if (children := _children(pid))}
+        return shell
 
     async def _start(self) -> None:
         commands, self._commands = os.pipe()
-        self._statuses, status = os.pipe()
+        self._events, events = os.pipe()
         self._output, output = os.pipe()
-        for descriptor in (self._commands, self._statuses, self._output):
+        for descriptor in (self._commands, self._events, self._output):
             os.set_blocking(descriptor, False)
         with suppress(OSError):  # A user may have too many large pipes already; it is only faster.
             fcntl.fcntl(self._output, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         root = os.geteuid() == 0
         uid = next(_UIDS) if root else _SEEN_UID
-        numbers = {"commands": commands, "status": status, "output": output}
+        numbers = {"commands": commands, "events": events, "output": output}
         outer = _OUTER.format(
             directory=WORKING_DIRECTORY,
             memory=self._limits.memory // 1024,
@@ -336,19 +356,21 @@ class Sandbox:
                 stdin=None,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                pass_fds=(commands, status, output),
+                pass_fds=(commands, events, output),
+                start_new_session=True,  # Ctrl-C is for us, who then end the sandbox in order.
             )
         finally:
-            for descriptor in (commands, status, output):
+            for descriptor in (commands, events, output):
                 os.close(descriptor)
+        await self._event("ready")  # A command cancelled before that would take the start down with it.
 
     async def _stop(self) -> None:
         if self._process is not None:
-            running = self._processes()
-            _signal(running | {self._process.pid}, signal.SIGKILL)
+            # With the first process of a namespace the kernel kills the others. bubblewrap, whose child it is, waits
+            # for it and ends: no process is left to somebody who may not clear it away.
+            _signal(_children(self._process.pid) or {self._process.pid}, signal.SIGKILL)
             await self._process.aclose()
-            await _gone(running)
-        for descriptor in (self._commands, self._statuses, self._output):
+        for descriptor in (self._commands, self._events, self._output):
             os.close(descriptor)
 
 
@@ -374,17 +396,6 @@ def _signal(processes: set[int], number: signal.Signals) -> None:
     for pid in processes:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-async def _gone(processes: set[int]) -> None:
-    """Returns when the kernel has cleared away processes that were killed: that takes it a moment."""
-    for pid in processes:
-        while _exists(pid):  # noqa: ASYNC110 -- nobody but the sandbox's first process can wait for these
-            await anyio.sleep(0.002)
-
-
-def _exists(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 def _bubblewrap() -> str:
