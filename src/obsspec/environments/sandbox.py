@@ -205,6 +205,7 @@ class Sandbox:
         if "\0" in command:
             return 2, "bash: a command cannot hold a NUL byte"
         before = self._processes()
+        self._drain_output()  # What was said since the last command, by jobs or of what was killed, belongs to none.
         self._capture = Capture()
         with anyio.fail_after(_SETUP_SECONDS, shield=True):  # Half a command must not be left in the pipe.
             await self._send(command.encode(errors="replace") + b"\0")
