@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import anyio
 from rich.console import Console
 from rich.table import Table
 
@@ -65,7 +64,7 @@ def main() -> None:
         for shape in SHAPES
     }
     names = {str(key): each for key, each in plans.items()}
-    lines = anyio.run(interleaved, names, arguments.repeats, arguments.workers, Console(stderr=True))
+    lines = interleaved(names, arguments.repeats, arguments.workers, Console(stderr=True))
     rows = [row(*key, lines[str((key[0], SHAPES[0]))], lines[str(key)]) for key in plans]
     table = Table("delay s", "depth", "breadth", "agent s", "tools s", "hidden s", "hits", "on / off", "identical")
     for each in rows:

@@ -30,7 +30,7 @@ from obsspec.models import BUILTIN_WORLD_MODEL, DEFAULT_MODEL, adapter_base
 from obsspec.policies.local import LocalPolicy
 from obsspec.policies.networks import load_network
 from obsspec.predictors import Cascade, LanguageModel, Memory, Rules
-from obsspec.reports.tables import progress
+from obsspec.reports.tables import counting
 from obsspec.tasks import Instance, parse_instances
 from obsspec.training.trajectories import read_runs
 from obsspec.types import Draft, Exchange, Observation, Predictor, Query
@@ -130,9 +130,8 @@ def main() -> None:
     model = LanguageModel(LocalPolicy(network), WorldModelChat(ChatFormat(tokenizer)))
 
     steps = anyio.run(play, parse_instances(arguments.tasks))
-    with progress(Console(stderr=True)) as bar:
-        counter = bar.add_task("predictions", total=2 * len(steps))
-        results = [anyio.run(predict, each, steps, lambda: bar.advance(counter)) for each in (tables, model)]
+    with counting(Console(stderr=True), "predictions", 2 * len(steps)) as advance:
+        results = [anyio.run(predict, each, steps, advance) for each in (tables, model)]
     rows = figures(steps, *results)
     table = Table(title=f"Exact predictions, {arguments.tasks}")
     for heading in (

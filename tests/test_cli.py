@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,7 @@ def test_a_changed_token_is_found(runs: tuple[Path, Path], tmp_path: Path) -> No
     place = lines[0]["mask"].index(1)
     lines[0]["tokens"][place] += 1
     (tmp_path / "trajectories.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shutil.copy(runs[1] / "run.json", tmp_path)
     compared = obsspec("compare", runs[0], tmp_path)
     assert compared.returncode == 1
     assert "trajectories identical: 1 of 2" in compared.stdout
@@ -78,6 +81,15 @@ def test_another_seed_is_another_run(policy: Path, runs: tuple[Path, Path], tmp_
     compared = obsspec("compare", runs[0], tmp_path / "run")
     assert compared.returncode == 2
     assert "no rollout in common" in compared.stderr
+
+
+def test_runs_that_differ_in_more_than_speculation_are_not_compared(
+    policy: Path, runs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    assert rollout(policy, tmp_path / "run", "--temperature", "0.5", "--predictor", "off").returncode == 0
+    assert "temperature is 1.0 in the first, 0.5 in the second" in complaint(
+        obsspec("compare", runs[0], tmp_path / "run")
+    )
 
 
 def test_figures_for_machines(policy: Path, tmp_path: Path) -> None:
@@ -102,7 +114,7 @@ def test_a_finished_run_is_not_run_again(policy: Path, runs: tuple[Path, Path]) 
 
 
 def test_interrupted_it_keeps_what_is_done_and_goes_on(policy: Path, tmp_path: Path) -> None:
-    output, tasks = tmp_path / "run", "generated:text/easy/0-29"
+    output, tasks = tmp_path / "run", "generated:text/easy/0-11"
     options = ("--predictor", "off", "--policy", str(policy), "--output", str(output), "--tasks", tasks)
     with subprocess.Popen(
         [*OBSSPEC, "rollout", *options, "--max-turns", "3"], stderr=subprocess.PIPE, text=True, process_group=0
@@ -111,27 +123,95 @@ def test_interrupted_it_keeps_what_is_done_and_goes_on(policy: Path, tmp_path: P
         os.killpg(child.pid, signal.SIGINT)  # As a terminal does: to whatever it has started, too.
         _, stderr = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert stderr.strip() == "obsspec: interrupted; what was written is kept"
+    (line,) = stderr.splitlines()
+    assert line.startswith("obsspec: interrupted; ")
+    assert str(output) in line
+    assert "--resume" in line
     kept = read_trajectories(output)
-    assert 2 <= len(kept) < 30
+    assert 2 <= len(kept) < 12
     resumed = rollout(policy, output, "--predictor", "off", "--resume", tasks=tasks)
     assert resumed.returncode == 0, resumed.stderr
     lines = read_trajectories(output)
     assert lines[: len(kept)] == kept
-    assert len({line.task for line in lines}) == len(lines) == 30
+    assert len({line.task for line in lines}) == len(lines) == 12
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("moment", [0.5, 1.5])
+def test_it_can_be_stopped_while_it_loads(tmp_path: Path, number: signal.Signals, code: int, moment: float) -> None:
+    options = ("--tasks", "generated:all/all/0-9", "--output", str(tmp_path / "run"))
+    with subprocess.Popen([*OBSSPEC, "rollout", *options], stderr=subprocess.PIPE, text=True) as child:
+        wait_for(lambda: (tmp_path / "run" / "run.json").exists())
+        time.sleep(moment)  # Into the imports, and into what they load.
+        child.send_signal(number)
+        _, stderr = child.communicate(timeout=20)
+    assert child.returncode == code
+    (line,) = stderr.splitlines()
+    assert line.startswith("obsspec: interrupted")
+
+
+def test_killed_outright_it_goes_on(policy: Path, tmp_path: Path) -> None:
+    output, tasks = tmp_path / "run", "generated:text/easy/0-11"
+    options = ("--predictor", "off", "--policy", str(policy), "--output", str(output), "--tasks", tasks)
+    with subprocess.Popen([*OBSSPEC, "rollout", *options, "--max-turns", "3"], stderr=subprocess.DEVNULL) as child:
+        wait_for_lines(output / "trajectories.jsonl", 2)
+        child.kill()
+    resumed = rollout(policy, output, "--predictor", "off", "--resume", tasks=tasks)
+    assert resumed.returncode == 0, resumed.stderr
+    assert len({line.task for line in read_trajectories(output)}) == len(read_trajectories(output)) == 12
+
+
+def test_two_processes_do_not_share_a_directory(policy: Path, tmp_path: Path) -> None:
+    output, tasks = tmp_path / "run", "generated:text/easy/0-11"
+    options = ("--predictor", "off", "--policy", str(policy), "--output", str(output), "--tasks", tasks)
+    with subprocess.Popen([*OBSSPEC, "rollout", *options, "--max-turns", "3"], stderr=subprocess.DEVNULL) as child:
+        wait_for_lines(output / "trajectories.jsonl", 1)
+        line = complaint(rollout(policy, output, "--predictor", "off", "--resume", tasks=tasks))
+        child.terminate()
+    assert "another process is writing it" in line
+
+
+def test_names_may_look_like_markup(policy: Path, tmp_path: Path) -> None:
+    suite = tmp_path / "[bold]x[" / "b]"
+    (suite / "tests").mkdir(parents=True)
+    (suite / "task.toml").write_text("")
+    (suite / "instruction.md").write_text("[/b] Do it.")
+    (suite / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt")
+    finished = rollout(policy, tmp_path / "[red]", "--predictor", "off", tasks=str(suite))
+    assert finished.returncode == 0, finished.stderr
+    assert "[red]" in finished.stdout
+    assert "[bold]x[" in finished.stdout
+
+
+@pytest.mark.parametrize("stdout", ["/dev/full", "closed pipe"])
+def test_output_that_nobody_takes_is_said_in_one_line(runs: tuple[Path, Path], stdout: str) -> None:
+    if stdout == "closed pipe":
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open(stdout, os.O_WRONLY)
+    command = [*OBSSPEC, "compare", *map(str, runs)]
+    finished = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writing)
+    assert "standard output: " in complaint(finished)
 
 
 def wait_for_lines(file: Path, count: int) -> None:
+    wait_for(lambda: file.exists() and file.read_bytes().count(b"\n") >= count)
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
-    while not file.exists() or file.read_bytes().count(b"\n") < count:
+    while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def complaint(finished: subprocess.CompletedProcess[str]) -> str:
-    """The one line of a command that refuses bad input."""
+    """The one line of a command that refuses bad input, after those that say how far it came."""
     assert finished.returncode == 2, finished.stderr
-    (line,) = finished.stderr.splitlines()
+    *before, line = finished.stderr.splitlines()
+    assert all(re.fullmatch(r"\w+: \d+ of \d+", each) for each in before), finished.stderr
     assert line.startswith("obsspec: ")
     return line
 
@@ -153,12 +233,19 @@ def complaint(finished: subprocess.CompletedProcess[str]) -> str:
         (["--latency", "-3"], "--latency -3"),
         (["--output", "/dev/null/run"], "--output /dev/null/run: Not a directory"),
         (["--output", "{dir}/file"], "--output {dir}/file: File exists"),
+        (["--output", "{dir}/foreign"], "{dir}/foreign/run.json: missing"),
+        (["--seed", str(2**64)], "--seed"),
+        (["--policy", "~nobody-of-this-name/model"], "model ~nobody-of-this-name/model: "),
+        (["--policy", "x" * 5000], "File name too long"),
+        (["--tasks", "generated:text/easy/0-99999999999"], "more than 100,000"),
         (["--tasks", "generated:text/easy/0", "--frobnicate"], "No such option: --frobnicate"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(policy: Path, tmp_path: Path, options: Sequence[str], message: str) -> None:
     (tmp_path / "file").write_text("not a directory")
     (tmp_path / "tasks").mkdir()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "trajectories.jsonl").write_text("somebody else's")
     (tmp_path / "tasks" / "task.toml").write_text("broken = [")
     (tmp_path / "tasks" / "instruction.md").write_text("Do it.")
     good = ["--policy", str(policy), "--output", str(tmp_path / "run"), "--tasks", "generated:text/easy/0"]
@@ -207,14 +294,58 @@ def test_an_adapter_is_trained_and_used(policy: Path, tmp_path: Path) -> None:
     assert len(read_trajectories(tmp_path / "run")) == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--runs", "{dir}/notes.txt"], "notes.txt, line 1: not what `obsspec warmstart --runs` writes"),
+        (["--learning-rate", "nan"], "learning_rate must be"),
+        (["--learning-rate", "1e300"], "learning_rate must be"),
+        (["--learning-rate", "-1"], "learning_rate must be"),
+        (["--threads", "99999999999"], "--threads"),
+        (["--output", "/"], "cannot hold an adapter"),
+        (["--output", "{dir}/adapter"], "adapter.checkpoint: damaged"),
+    ],
+)
+def test_bad_input_to_warmstart_loses_nothing(
+    policy: Path, tmp_path: Path, options: Sequence[str], message: str
+) -> None:
+    (tmp_path / "notes.txt").write_text("milk and bread")
+    (tmp_path / "adapter.checkpoint").write_bytes(b"no checkpoint")
+    good = ("--base", str(policy), "--tokens", "300", "--runs", str(tmp_path / "runs.jsonl"))
+    tasks = ("--tasks", "generated:logs/easy/1000", "--output", str(tmp_path / "other"))
+    given = [option.format(dir=tmp_path) for option in options]
+    assert message in complaint(obsspec("warmstart", "policy", *good, *tasks, *given))
+    assert (tmp_path / "notes.txt").read_text() == "milk and bread"
+
+
+def test_expert_runs_on_a_full_disk_are_one_line(policy: Path, tmp_path: Path) -> None:
+    def little_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, 2_000))
+
+    command = [*OBSSPEC, "warmstart", "policy", "--runs", str(tmp_path / "runs.jsonl"), "--base", str(policy)]
+    finished = subprocess.run(
+        [*command, "--tasks", "generated:logs,text/easy/1000-1005"],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=little_room,
+    )
+    assert f"{tmp_path}/runs.jsonl: File too large; " in complaint(finished)
+
+
 def test_warmstart_wants_generated_tasks() -> None:
     line = complaint(obsspec("warmstart", "policy", "--tasks", "/somewhere"))
     assert "expected generated:" in line
 
 
-def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
-    program = "import sys; sys.modules['torch'] = None; from obsspec.cli import main; main()"
+@pytest.mark.parametrize("missing", ["torch", "transformers", "huggingface_hub", "safetensors"])
+@pytest.mark.parametrize(
+    "command", [["demo"], ["rollout", "--tasks", "generated:text/easy/0", "--output", "{dir}/run"]]
+)
+def test_without_the_local_extra_it_says_what_to_install(tmp_path: Path, missing: str, command: list[str]) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; from obsspec.cli import main; main()"
+    arguments = [argument.format(dir=tmp_path) for argument in command]
     finished = subprocess.run(
-        [sys.executable, "-c", program, "demo"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
     assert "pip install 'obsspec[local]'" in complaint(finished)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-import anyio
 import pytest
 from rich.console import Console
 
@@ -15,7 +14,7 @@ from obsspec.runs import Plan
 
 @pytest.fixture(scope="module")
 def figures() -> Figures:
-    return anyio.run(run_demo, Plan("generated:checksum,service/easy/0", depth=2), 2, 1, Console(stderr=True))
+    return run_demo(Plan("generated:checksum,service/easy/0", depth=2), 2, 1, Console(stderr=True))
 
 
 def test_nothing_is_changed(figures: Figures) -> None:

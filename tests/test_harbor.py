@@ -155,7 +155,9 @@ def test_a_dockerfile_that_needs_an_image_is_refused(task_directory: Path, line:
 
 
 def test_copying_what_is_not_there_is_refused(task_directory: Path) -> None:
-    for source in ("missing.txt", "../instruction.md"):
+    (task_directory / "environment").mkdir(exist_ok=True)
+    (task_directory / "environment" / "loop").symlink_to("loop")
+    for source in ("missing.txt", "../instruction.md", "loop", "x" * 5000):
         write(task_directory, {"environment/Dockerfile": f"FROM debian\nCOPY {source} /app/\n"})
         assert f"Dockerfile, line 2: COPY: there is no {source}" in refusal(task_directory)
 
@@ -175,6 +177,9 @@ def test_copying_what_is_not_there_is_refused(task_directory: Path) -> None:
         ("task.toml", b"[agent]\ntimeout_sec = 'long'", "agent.timeout_sec is 'long'; give a positive number"),
         ("task.toml", b"[agent]\ntimeout_sec = -1", "agent.timeout_sec is -1"),
         ("task.toml", b"[verifier]\ntimeout_sec = inf", "verifier.timeout_sec is inf"),
+        ("task.toml", b"[agent]\ntimeout_sec = 1e300", "agent.timeout_sec is 1e+300"),
+        ("task.toml", b"[agent]\ntimeout_sec = 1" + b"0" * 400, "agent.timeout_sec is 10"),
+        ("task.toml", b"x = " + b"[" * 100_000, "is not valid TOML"),
         ("task.toml", b"[verifier.env]\nKEY = '1'", "verifier.env: the sandbox does not provide this"),
         ("task.toml", b"[environment]\ngpus = 1", "environment.gpus: the sandbox does not provide this"),
         ("task.toml", b"[environment]\ndocker_image = 'a/b'", "environment.docker_image: 'a/b' cannot be run"),
@@ -192,6 +197,12 @@ def test_a_corrupt_task_is_refused(task_directory: Path, name: str, content: byt
         message = refusal(directory)
         assert message.startswith(f"{path}: ")
         assert says in message
+
+
+@pytest.mark.parametrize("name", ["bad\udcff", "two\nlines"])
+def test_a_name_that_cannot_be_shown_is_refused(task_directory: Path, name: str) -> None:
+    renamed = task_directory.rename(task_directory.with_name(name))
+    assert "must be printable" in refusal(renamed)
 
 
 def test_no_tasks_at_all_is_refused(tmp_path: Path) -> None:

@@ -63,12 +63,19 @@ def test_recorded(tmp_path: Path) -> None:
         ("{dir}/good.json:empty", "'empty' must hold"),
         ("{dir}/good.json:negative", "'negative' must hold"),
         ("{dir}/list.json:name", "'name' is neither"),
+        ("{dir}/good.json:huge", "'huge' is neither"),
+        ("{dir}/good.json:unlikely", "probabilities from 0 to 1"),
+        ("{dir}/good.json:nan", "probabilities from 0 to 1"),
+        ("{dir}/deep.json:name", "not JSON"),
     ],
 )
 def test_bad_input(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "text.json").write_text("not json")
     (tmp_path / "list.json").write_text("[1, 2]")
-    (tmp_path / "good.json").write_text(json.dumps({"word": "x", "empty": [], "negative": [1, -1]}))
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    content = {"word": "x", "empty": [], "negative": [1, -1], "huge": [10**400]}
+    tables = {"unlikely": {"quantiles": {"1.5": 1}}, "nan": {"quantiles": {"nan": 1}}}
+    (tmp_path / "good.json").write_text(json.dumps(content | tables))
     with pytest.raises(InputError, match=message):
         parse_latency(text.format(dir=tmp_path))
 

@@ -10,6 +10,7 @@ import httpx
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from obsspec import models
 from obsspec.errors import InputError
@@ -121,6 +122,34 @@ def test_an_incomplete_directory(damage: str, tmp_path: Path) -> None:
     broken = save_model(tmp_path / "model")
     (broken / damage).write_bytes((broken / damage).read_bytes()[:100])
     assert f"model {broken}: not a complete model" in one_line(lambda: load_model(str(broken)))
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "content", ["[]", "3", '{"added_tokens": 3, "model": 3, "eos_token_id": "x", "hidden_size": "x"}']
+)
+def test_a_directory_with_odd_files(file: str, content: str, tmp_path: Path) -> None:
+    """Any of these may load all the same; what must not come out is anything but one line."""
+    broken = save_model(tmp_path / "model")
+    (broken / file).write_text(content)
+    try:
+        load_model(str(broken))
+    except InputError as error:
+        assert str(error).startswith(f"model {broken}: ")
+        assert "\n" not in str(error)
+
+
+def test_a_model_without_some_of_its_weights_is_not_run_on_random_ones(tmp_path: Path) -> None:
+    broken = save_model(tmp_path / "model")
+    weights = load_file(broken / "model.safetensors")
+    lost = [name for name in weights if "layers.1." in name]
+    save_file({name: weights[name] for name in weights if name not in lost}, broken / "model.safetensors")
+    assert f"no weights for {min(lost)} and {len(lost) - 1} others" in one_line(lambda: load_model(str(broken)))
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/model", "x" * 5000, "./" + "x/" * 5000])
+def test_names_that_name_nothing(name: str) -> None:
+    assert one_line(lambda: load_model(name)).startswith("model ")
 
 
 def test_models_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

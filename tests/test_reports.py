@@ -11,8 +11,8 @@ import trio
 import trio.testing
 
 from obsspec import Draft, Failure, InputError, Observation, Query, Settings, Speculator, Task, Trajectory, rollout
-from obsspec.reports.comparison import compare
-from obsspec.reports.records import RunDirectory, TrajectoryLine, line_of, read_settings, read_trajectories
+from obsspec.reports.comparison import check_comparable, compare
+from obsspec.reports.records import TrajectoryLine, line_of, open_run, read_settings, read_trajectories
 from obsspec.reports.summary import summarize
 from obsspec.testing import ScriptedChat, ScriptedEnvironment, ScriptedPolicy, decode
 
@@ -53,9 +53,15 @@ def trajectory(
     return line_of(result, "go", lambda generation: decode(generation.tokens))
 
 
+def write(path: Path, *lines: TrajectoryLine | Failure, **settings: object) -> None:
+    with open_run(path, settings, resume=False) as run:
+        for line in lines:
+            run.write(line)
+
+
 def test_a_line_holds_everything_and_reads_back(tmp_path: Path) -> None:
     line = trajectory("ls", "cat x")
-    RunDirectory(tmp_path / "run", {"depth": 1}, resume=False).write(line)
+    write(tmp_path / "run", line, depth=1)
     assert read_trajectories(tmp_path / "run") == [line]
     assert len(line.tokens) == len(line.mask) == len(line.logprobs)
     assert [message["content"] for message in line.messages] == ["go", "ls", "out", "cat x", "out", "done"]
@@ -64,45 +70,45 @@ def test_a_line_holds_everything_and_reads_back(tmp_path: Path) -> None:
 
 def test_whatever_a_tool_prints_reads_back(tmp_path: Path) -> None:
     line = trajectory("ls", output="".join(map(chr, range(0x3000))) + "\U0001f642")
-    RunDirectory(tmp_path, {}, resume=False).write(line)
+    write(tmp_path, line)
     assert read_trajectories(tmp_path) == [line]
 
 
 def test_a_run_that_brought_nothing_forth_is_replaced(tmp_path: Path) -> None:
-    RunDirectory(tmp_path, {"policy": "misspelt"}, resume=False)
-    directory = RunDirectory(tmp_path, {"policy": "right"}, resume=False)
-    directory.write(trajectory("ls"))
+    write(tmp_path, policy="misspelt")
+    write(tmp_path, trajectory("ls"), policy="right")
     assert read_settings(tmp_path) == {"policy": "right"}
     with pytest.raises(InputError, match="holds a run already"):
-        RunDirectory(tmp_path, {"policy": "other"}, resume=False)
+        write(tmp_path, policy="other")
 
 
 def test_a_torn_line_is_cut_and_the_rest_resumed(tmp_path: Path) -> None:
-    RunDirectory(tmp_path, {"seed": 1}, resume=False).write(trajectory("ls"))
+    write(tmp_path, trajectory("ls"))
     with (tmp_path / "trajectories.jsonl").open("a") as file:
-        file.write('{"task": "family/easy/2", "seed"')
-    resumed = RunDirectory(tmp_path, {"seed": 1}, resume=True)
-    assert resumed.done == {("family/easy/1", 0)}
-    resumed.write(trajectory("ls", task="family/easy/2"))
+        file.write('{"task":"family/easy/2","seed"')
+    with open_run(tmp_path, {}, resume=True) as resumed:
+        assert resumed.done == {("family/easy/1", 0)}
+        resumed.write(trajectory("ls", task="family/easy/2"))
     assert [line.task for line in read_trajectories(tmp_path)] == ["family/easy/1", "family/easy/2"]
 
 
 def test_failures_are_kept_apart_and_tried_again(tmp_path: Path) -> None:
-    RunDirectory(tmp_path, {}, resume=False).write(Failure("family/easy/1", 3, "OSError: no sandbox"))
+    write(tmp_path, Failure("family/easy/1", 3, "OSError: no sandbox"))
     assert "no sandbox" in (tmp_path / "failures.jsonl").read_text()
-    assert RunDirectory(tmp_path, {}, resume=True).done == set()
-    assert not (tmp_path / "failures.jsonl").exists()
+    with open_run(tmp_path, {}, resume=True) as resumed:
+        assert resumed.done == set()
+        assert not (tmp_path / "failures.jsonl").exists()
 
 
 def test_bad_run_directories_say_what_to_do(tmp_path: Path) -> None:
-    RunDirectory(tmp_path / "run", {"depth": 1}, resume=False).write(trajectory("ls"))
+    write(tmp_path / "run", trajectory("ls"), depth=1)
     with pytest.raises(InputError, match="add --resume"):
-        RunDirectory(tmp_path / "run", {"depth": 1}, resume=False)
-    with pytest.raises(InputError, match=r"depth = 1, now it is 2"):
-        RunDirectory(tmp_path / "run", {"depth": 2}, resume=True)
+        write(tmp_path / "run", depth=1)
+    with pytest.raises(InputError, match=r"depth = 1, now it is 2"), open_run(tmp_path / "run", {"depth": 2}, True):
+        pass
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="choose a directory"):
-        RunDirectory(tmp_path / "file", {}, resume=False)
+        write(tmp_path / "file")
     with pytest.raises(InputError, match=r"trajectories.jsonl: No such file"):
         read_trajectories(tmp_path / "nothing")
     with (tmp_path / "run" / "trajectories.jsonl").open("a") as file:
@@ -111,21 +117,39 @@ def test_bad_run_directories_say_what_to_do(tmp_path: Path) -> None:
         read_trajectories(tmp_path / "run")
 
 
+@pytest.mark.parametrize("field", ["tokens", "mask", "logprobs"])
+def test_a_line_whose_lists_disagree_is_refused(tmp_path: Path, field: str) -> None:
+    line = trajectory("ls")
+    write(tmp_path, line.model_copy(update={field: getattr(line, field)[1:]}))
+    with pytest.raises(InputError, match=r"line 1: .* same length"):
+        read_trajectories(tmp_path)
+
+
+def test_trajectories_without_their_settings_are_nobodys_to_add_to(tmp_path: Path) -> None:
+    write(tmp_path, trajectory("ls"))
+    (tmp_path / "run.json").unlink()
+    before = (tmp_path / "trajectories.jsonl").read_bytes()
+    for resume in (False, True):
+        with pytest.raises(InputError, match=r"run\.json: missing"), open_run(tmp_path, {}, resume):
+            pass
+    assert (tmp_path / "trajectories.jsonl").read_bytes() == before
+
+
 def test_a_full_disk_loses_nothing_that_was_written(tmp_path: Path) -> None:
     """The limit on file sizes stands for a full disk: the write fails in its middle, with an OSError."""
-    run = RunDirectory(tmp_path / "run", {}, resume=False)
     line = trajectory("ls")
-    run.write(line)
-    size = (tmp_path / "run" / "trajectories.jsonl").stat().st_size
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, before[1]))
-    try:
-        with pytest.raises(InputError, match="make room and go on with --resume"):
-            run.write(trajectory("cat x"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
+    with open_run(tmp_path / "run", {}, resume=False) as run:
+        run.write(line)
+        size = (tmp_path / "run" / "trajectories.jsonl").stat().st_size
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, before[1]))
+        try:
+            with pytest.raises(InputError, match="make room and go on with --resume"):
+                run.write(trajectory("cat x"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, ignored)
     assert read_trajectories(tmp_path / "run") == [line]
 
 
@@ -137,10 +161,26 @@ def test_a_summary_states_its_denominators() -> None:
     assert summary.tool_seconds == pytest.approx(4.0)
     assert summary.hidden_seconds == pytest.approx(0.6 + 0.5)
     assert summary.wasted_tokens == 5
+    assert summary.waiting_seconds == pytest.approx(0)
     always = summary.predictors["always"]
     assert (always.drafts, always.exact, always.hits) == (3, 2, 2)
     assert always.hidden_seconds == pytest.approx(summary.hidden_seconds)
     assert summary.solved_by_family == {"family": (2, 3)}
+
+
+def test_time_in_which_nothing_ran_is_waiting() -> None:
+    line = trajectory("ls", depth=0)
+    late = [
+        turn.model_copy(
+            update={
+                "generating": [(start + 2, end + 2) for start, end in turn.generating],
+                "executing": turn.executing and (turn.executing[0] + 2, turn.executing[1] + 2),
+            }
+        )
+        for turn in line.turns
+    ]
+    summary = summarize([line.model_copy(update={"turns": late, "seconds": line.seconds + 3})])
+    assert summary.waiting_seconds == pytest.approx(3)
 
 
 def test_equal_runs_compare_as_identical_whatever_their_speculation() -> None:
@@ -168,6 +208,14 @@ def test_a_longer_run_and_a_changed_mask_are_differences() -> None:
     assert compare([one], [longer]).identical == 0
     unmasked = one.model_copy(update={"mask": [1 - bit for bit in one.mask]})
     assert compare([one], [unmasked]).identical == 0
+
+
+def test_runs_may_differ_in_speculation_and_in_nothing_else() -> None:
+    first = {"tasks": "a", "depth": 0, "predictor": "off", "temperature": 1.0}
+    check_comparable(first, first | {"tasks": "b", "depth": 2, "predictor": "rules"})
+    for other in (first | {"temperature": 0.5}, first | {"latency": "1"}, {}):
+        with pytest.raises(InputError, match=r"more than speculation: (temperature|latency) is "):
+            check_comparable(first, other)
 
 
 def test_runs_are_paired_by_task_and_seed() -> None:

@@ -165,7 +165,7 @@ async def test_collect_leaves_out_what_was_not_solved_and_goes_on(tmp_path: Path
     first = Environments("names/easy/2")
     assert await collect(instances[:2], file, first.open) == ["names/easy/2"]
     with file.open("ab") as stream:
-        stream.write(b'{"task": "names/easy/3", "fam')
+        stream.write(b'{"task":"names/easy/3","fam')
     again = Environments()
     assert await collect(instances, file, again.open) == []
     assert again.opened == ["names/easy/2", "names/easy/3"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import anyio
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleRenderable
 from typer.exceptions import TyperException
 
 from obsspec.errors import InputError
@@ -26,11 +29,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-output = Console()
-notes = Console(stderr=True)
 
-_INTERRUPTED = 130
+
+class _Standard(Console):
+    def on_broken_pipe(self) -> None:
+        """Says so like any other failure to write; the library's own way is to exit with 1, which means something."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+# What is printed is names and figures, which may look like markup.
+output = _Standard(markup=False, emoji=False, highlight=False)
+notes = Console(stderr=True, markup=False, emoji=False, highlight=False)
+
 _BAD_INPUT = 2
+_LARGEST_SEED = 2**63 - 1
+_LOCAL_EXTRA = ("torch", "transformers", "tokenizers", "peft", "safetensors", "gguf", "accelerate", "huggingface_hub")
+
+
+class Interruption(Exception):  # noqa: N818 -- nothing went wrong
+    """Ctrl-C, with what became of the work."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -71,7 +88,7 @@ def rollout(
     world_model: Annotated[str, typer.Option(help="What `language_model` runs on; named like the policy.")] = "builtin",
     depth: Annotated[int, typer.Option(min=0, help="How many observations ahead to speculate; 0 is sequential.")] = 1,
     breadth: Annotated[int, typer.Option(min=1, help="How many drafts to try for one observation.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of each task's first rollout.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Seed of each task's first rollout.")] = 0,
     samples: Annotated[int, typer.Option(min=1, help="Rollouts of each task, with consecutive seeds.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
     max_turns: Annotated[int, typer.Option(min=1, help="Most generations in a rollout.")] = 12,
@@ -108,15 +125,13 @@ def rollout(
         precision=precision,
         latency=latency,
     )
-    broken = anyio.run(run, plan, directory, resume, concurrency, workers, notes)
+    with _interruptible(f"the rollouts that had ended are in {directory}; the same command with --resume goes on"):
+        broken = run(plan, directory, resume, concurrency, workers, notes)
     summary = summarize(read_trajectories(directory))
     if as_json:
         _print_json(asdict(summary) | {"broken": len(broken), "latency": latency})
     else:
-        output.print(summary_table(summary, title=str(directory)))
-        output.print(families_table({"solved": summary}))
-        if latency != "0":
-            output.print(f"Every command was delayed, as by a remote sandbox: {latency}.", highlight=False)
+        _print(summary_table(summary, title=str(directory)), families_table({"solved": summary}), *_delays(latency))
     if broken:
         raise InputError(
             f"{len(broken)} rollouts broke, as {directory / 'failures.jsonl'} says, and --resume tries them again; "
@@ -130,23 +145,30 @@ def compare(
     second: Annotated[Path, typer.Argument(help="Another one, of the same tasks and seeds.")],
     as_json: Json = False,
 ) -> None:
-    """Say whether two runs of the same rollouts produced the same trajectories, token for token.
+    """Say whether two runs that differ in their speculation alone produced the same trajectories, token for token.
 
     Exit code 1 if a policy wrote other tokens after the same ones. Rollouts whose environment itself answered the same
     command differently are counted apart, by name.
     """
+    from obsspec.reports.comparison import check_comparable
     from obsspec.reports.comparison import compare as compare_runs
-    from obsspec.reports.records import read_trajectories
+    from obsspec.reports.records import read_settings, read_trajectories
     from obsspec.reports.tables import comparison_table
 
-    comparison = compare_runs(read_trajectories(first), read_trajectories(second))
+    lines = read_trajectories(first), read_trajectories(second)
+    settings = read_settings(first)
+    check_comparable(settings, read_settings(second))
+    comparison = compare_runs(*lines)
     if as_json:
         _print_json(asdict(comparison))
     else:
-        output.print(comparison_table(comparison, str(first), str(second)))
-        if comparison.environment:
-            output.print(f"left out, the environment itself answered differently: {len(comparison.environment)}")
-        output.print(f"trajectories identical: {comparison.identical} of {comparison.compared}", highlight=False)
+        left_out = len(comparison.environment)
+        _print(
+            comparison_table(comparison, str(first), str(second)),
+            *_delays(settings.get("latency")),
+            *([f"left out, the environment itself answered differently: {left_out}"] if left_out else []),
+            f"trajectories identical: {comparison.identical} of {comparison.compared}",
+        )
     if comparison.different:
         raise typer.Exit(1)
 
@@ -165,8 +187,10 @@ def warmstart(
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to train on.")] = 300_000,
     learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 5e-4,
     rank: Annotated[int, typer.Option(min=1, help="Of the low-rank update of every linear layer.")] = 16,
-    seed: Annotated[int, typer.Option(min=0, help="Of the initial weights and the order of the runs.")] = 0,
-    threads: Annotated[int, typer.Option(min=1, help="Threads for training.")] = 1,
+    seed: Annotated[
+        int, typer.Option(min=0, max=_LARGEST_SEED, help="Of the initial weights and the order of the runs.")
+    ] = 0,
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="Threads for training.")] = 1,
     concurrency: Annotated[int, typer.Option(min=1, help="Experts at the same time.")] = 4,
 ) -> None:
     """Train a small policy or a world model: an adapter, on what experts do on generated tasks in the sandbox.
@@ -174,7 +198,7 @@ def warmstart(
     The built-in adapters were made with these defaults. It goes on where it was interrupted.
     """
     from obsspec.environments.sandbox import open_sandbox
-    from obsspec.reports.tables import progress
+    from obsspec.reports.tables import counting
     from obsspec.tasks import parse_instances
 
     instances = [instance for text in tasks for instance in parse_instances(text)]
@@ -187,15 +211,16 @@ def warmstart(
         from obsspec.training.warmstart import warmstart as train
 
     recipe = Recipe(tokens=tokens, learning_rate=learning_rate, rank=rank, seed=seed)
-    with progress(notes) as bar:
-        counter = bar.add_task("experts", total=len(instances))
-        unsolved = anyio.run(collect, instances, runs, open_sandbox, concurrency, lambda: bar.advance(counter))
-    for name in unsolved:
-        notes.print(f"its expert does not solve {name}, which is left out")
-    wanted = {instance.task.id for instance in instances}
-    torch.set_num_threads(threads)
-    train(role, [run for run in read_runs(runs) if run.task in wanted], directory, recipe, base or DEFAULT_MODEL, notes)
-    output.print(f"the adapter is in {directory}", highlight=False, soft_wrap=True)
+    with _interruptible("the same command goes on, from the last checkpoint where there is one"):
+        with counting(notes, "experts", len(instances)) as advance:
+            unsolved = anyio.run(collect, instances, runs, open_sandbox, concurrency, advance)
+        for name in unsolved:
+            notes.print(f"its expert does not solve {name}, which is left out")
+        wanted = {instance.task.id for instance in instances}
+        torch.set_num_threads(threads)
+        learned = [run for run in read_runs(runs) if run.task in wanted]
+        train(role, learned, directory, recipe, base or DEFAULT_MODEL, notes)
+    _print(f"the adapter is in {directory}")
 
 
 @app.command()
@@ -211,8 +236,9 @@ def demo(
     if json_file is not None:
         with _writable(json_file):
             json_file.open("a").close()
-    figures = anyio.run(run_demo, replace(PLAN, depth=depth), repeats, workers, notes)
-    print_demo(figures, output)
+    figures = run_demo(replace(PLAN, depth=depth), repeats, workers, notes)
+    with _stdout():
+        print_demo(figures, output)
     if json_file is not None:
         with _writable(json_file):
             json_file.write_text(json.dumps(asdict(figures), indent=2) + "\n")
@@ -228,28 +254,88 @@ def _writable(file: Path) -> Iterator[None]:
         raise InputError(f"--json {file}: {error.strerror}; choose a file that can be written") from None
 
 
+def _delays(latency: Any) -> list[str]:
+    """What there is to say of delays that were added to every command."""
+    none = latency in (None, "0")
+    return [] if none else [f"Every command was delayed, as by a remote sandbox: {latency}."]
+
+
+def _print(*what: ConsoleRenderable | str) -> None:
+    with _stdout():
+        for each in what:
+            output.print(each, soft_wrap=isinstance(each, str))
+
+
 def _print_json(figures: dict[str, Any]) -> None:
-    print(json.dumps(figures, indent=2))
+    with _stdout():
+        print(json.dumps(figures, indent=2))
+
+
+@contextmanager
+def _stdout() -> Iterator[None]:
+    """Raises InputError where standard output takes nothing more."""
+    try:
+        yield
+        if sys.stdout is not None:  # It is where the caller closed it.
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Else Python complains once more when it ends.
+        raise InputError(f"standard output: {error.strerror}; give it a place that can be written") from None
+
+
+@contextmanager
+def _interruptible(outcome: str) -> Iterator[None]:
+    """For work that Ctrl-C ends: says what becomes of it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interruption(outcome) from None
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0, 1 (trajectories differ), 2 (bad input), 130 (interrupted)."""
+    """Entry point. Exit codes: 0, 1 (trajectories differ), 2 (bad input), 130 (Ctrl-C), 143 (SIGTERM)."""
+    terminated = False
+
+    def terminate(*_: object) -> None:
+        nonlocal terminated
+        terminated = True
+        signal.raise_signal(signal.SIGINT)  # As Ctrl-C, so that it cleans up in the same way.
+
+    signal.signal(signal.SIGTERM, terminate)
+    interrupted = 130
     try:
         code = app(standalone_mode=False)
+        if code == interrupted:  # Typer returns it for a KeyboardInterrupt.
+            print("obsspec: interrupted", file=sys.stderr)
     except InputError as error:
         code = _complain(str(error))
+    except Interruption as interruption:
+        code = interrupted
+        print(f"obsspec: interrupted; {interruption}", file=sys.stderr)
     except TyperException as error:  # Without a message it has shown the help.
         message = error.format_message()
         code = _complain(f"{message} (--help explains)") if message else _BAD_INPUT
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "transformers", "peft", "safetensors", "gguf", "accelerate"):
+    except ImportError as error:
+        if _came_of_ctrl_c(error):
+            code = interrupted
+            print("obsspec: interrupted", file=sys.stderr)
+        elif error.name in _LOCAL_EXTRA:
+            code = _complain(f"models in this process need {error.name}: pip install 'obsspec[local]'")
+        else:
             raise
-        code = _complain(f"models in this process need {error.name}: pip install 'obsspec[local]'")
-    except KeyboardInterrupt:
-        code = _INTERRUPTED
-    if code == _INTERRUPTED:
-        print("obsspec: interrupted; what was written is kept", file=sys.stderr)
+    except OSError as error:  # Of the machine rather than of an option: no room, no descriptors, a name too long.
+        code = _complain(f"{error.filename or 'this machine'}: {error.strerror or error}")
+    if code == interrupted and terminated:
+        code = 143
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _came_of_ctrl_c(error: BaseException) -> bool:
+    """Some libraries, interrupted while they are imported, try otherwise and then fail for another reason."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):
+        cause = cause.__context__
+    return cause is not None
 
 
 def _complain(message: str) -> int:

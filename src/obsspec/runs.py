@@ -6,14 +6,15 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import anyio
 from rich.console import Console
 
 from obsspec.environments.latency import parse_latency, with_latency
 from obsspec.environments.sandbox import open_sandbox
 from obsspec.errors import InputError
 from obsspec.policies import Precision
-from obsspec.reports.records import RunDirectory, line_of
-from obsspec.reports.tables import progress
+from obsspec.reports.records import line_of, open_run
+from obsspec.reports.tables import counting
 from obsspec.rollout import Failure, rollouts
 from obsspec.speculation import Settings
 from obsspec.tasks import parse_tasks
@@ -67,30 +68,29 @@ class Plan:
         return Settings(sampling, depth=self.depth, breadth=self.breadth, max_turns=self.max_turns)
 
 
-async def run(plan: Plan, output: Path, resume: bool, concurrency: int, workers: int, notes: Console) -> list[Failure]:
+def run(plan: Plan, output: Path, resume: bool, concurrency: int, workers: int, notes: Console) -> list[Failure]:
     """Carries out what of ``plan`` is not in the directory ``output`` yet. Returns the rollouts that broke.
 
     Raises InputError, before anything is loaded, where the plan cannot be carried out or ``output`` not be written.
     """
     plan.predictors()
     jobs, environment = plan.jobs(), plan.environment()
-    directory = RunDirectory(output, asdict(plan), resume)
-    pending = [(task, seed) for task, seed in jobs if (task.id, seed) not in directory.done]
     instructions = {task.id: task.instruction for task, _ in jobs}
-    with notes.status("loading the models"):
-        from obsspec.loading import Models  # Imports for seconds; what is wrong with the plan has been said by now.
+    with open_run(output, asdict(plan), resume) as directory:
+        pending = [(task, seed) for task, seed in jobs if (task.id, seed) not in directory.done]
+        with notes.status("loading the models"):
+            from obsspec.loading import Models  # Imports for seconds; what is wrong with the plan has been said by now.
 
-        models = Models.load(plan)
-    speculator = models.speculator(plan, workers)
-    with progress(notes) as bar:
-        counter = bar.add_task("rollouts", total=len(jobs), completed=len(jobs) - len(pending))
+            models = Models.load(plan)
+        speculator = models.speculator(plan, workers)
+        with counting(notes, "rollouts", len(jobs), len(jobs) - len(pending)) as advance:
 
-        def finished(result: Trajectory | Failure) -> None:
-            if isinstance(result, Failure):
-                directory.write(result)
-            else:
-                directory.write(line_of(result, instructions[result.task], models.chat.text))
-            bar.advance(counter)
+            def finished(result: Trajectory | Failure) -> None:
+                if isinstance(result, Failure):
+                    directory.write(result)
+                else:
+                    directory.write(line_of(result, instructions[result.task], models.chat.text))
+                advance()
 
-        results = await rollouts(speculator, pending, environment, concurrency, finished)
+            results = anyio.run(rollouts, speculator, pending, environment, concurrency, finished)
     return [result for result in results if isinstance(result, Failure)]

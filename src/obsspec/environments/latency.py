@@ -73,7 +73,7 @@ def _from_file(text: str) -> Latency:
         raise InputError(f"--latency {text}: give seconds, or FILE.json:NAME")
     try:
         content = json.loads(Path(file).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"--latency {file}: {getattr(error, 'strerror', None) or 'not JSON'}") from None
     try:
         found: Any = content.get(name, content.get("tool_call", {}).get(name))
@@ -82,12 +82,14 @@ def _from_file(text: str) -> Latency:
         else:
             pairs = sorted((float(probability), float(value)) for probability, value in found["quantiles"].items())
             latency = Latency(tuple(pairs), f"quantiles of {text}")
-    except (TypeError, KeyError, ValueError, AttributeError):
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
         raise InputError(
             f"--latency {file}: {name!r} is neither a list of seconds nor an object with quantiles"
         ) from None
     if not latency.quantiles or any(not 0 <= value < math.inf for _, value in latency.quantiles):
         raise InputError(f"--latency {file}: {name!r} must hold seconds of 0 or more")
+    if any(not 0 <= probability <= 1 for probability, _ in latency.quantiles):
+        raise InputError(f"--latency {file}: {name!r} must have probabilities from 0 to 1")
     return latency
 
 

@@ -100,7 +100,8 @@ def draw(logits: torch.Tensor, sampling: Sampling, uniform: float) -> tuple[int,
     if sampling.temperature == 0:
         token = int(logits.argmax())
         return token, float(logits.log_softmax(0)[token])
-    logprobs = (logits / sampling.temperature).log_softmax(0)
+    # From the highest down: divided by next to nothing, the others would all be infinite.
+    logprobs = ((logits - logits.max()) / sampling.temperature).log_softmax(0)
     if sampling.top_p < 1:
         probabilities = logprobs.exp()
         # Tokens below this floor have less than 1 - top_p together, so none is in the set: most need not be sorted.

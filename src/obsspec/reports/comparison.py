@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from obsspec.errors import InputError
 from obsspec.reports.records import TrajectoryLine, TurnLine
@@ -38,6 +39,20 @@ class Comparison:
     first_seconds: float
     """Agent latency of the compared rollouts, summed, in the first run; then in the second."""
     second_seconds: float
+
+
+_SPECULATION = {"predictor", "world_model", "depth", "breadth"}
+_WHICH_ROLLOUTS = {"tasks", "seed", "samples"}
+
+
+def check_comparable(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Raises InputError where two runs' settings differ in more than speculation and which rollouts were run."""
+    for name in sorted((first.keys() | second.keys()) - _SPECULATION - _WHICH_ROLLOUTS):
+        if first.get(name) != second.get(name):
+            raise InputError(
+                f"the runs differ in more than speculation: {name} is {first.get(name)!r} in the first, "
+                f"{second.get(name)!r} in the second; run one of them again with the other's"
+            )
 
 
 def compare(first: Iterable[TrajectoryLine], second: Iterable[TrajectoryLine]) -> Comparison:

@@ -1,23 +1,26 @@
 """A run on disk: one directory with ``run.json`` (what was asked for) and ``trajectories.jsonl`` (what came out).
 
-A line is written whole and synced before the next rollout's result is taken, so a crash loses at most the rollouts
-in flight; a line that a crash tore is cut off when the run is resumed. Rollouts that broke are in ``failures.jsonl``.
+A line is on the disk before the next rollout's result is taken, so a crash loses at most the rollouts in flight.
+Rollouts that broke are in ``failures.jsonl``.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, model_validator
 
 from obsspec.errors import InputError
+from obsspec.lines import LineFile, append_durably
 from obsspec.rollout import Failure
 from obsspec.types import Action, Generation, Interval, Trajectory, Turn
+
+_SETTINGS, _TRAJECTORIES, _FAILURES = "run.json", "trajectories.jsonl", "failures.jsonl"
 
 Span = tuple[float, float]
 """Start and end, in seconds since the rollout began."""
@@ -67,6 +70,12 @@ class TrajectoryLine(BaseModel):
     logprobs: list[float]
     messages: list[dict[str, str]]
     turns: list[TurnLine]
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> TrajectoryLine:
+        if not len(self.tokens) == len(self.mask) == len(self.logprobs):
+            raise ValueError("tokens, mask and logprobs must have the same length")
+        return self
 
 
 def line_of(trajectory: Trajectory, instruction: str, text: Callable[[Generation], str]) -> TrajectoryLine:
@@ -124,72 +133,59 @@ def _span(interval: Interval) -> Span:
 
 
 class RunDirectory:
-    """Where one run's results go. Opening it takes over what an earlier, interrupted run of the same kind left."""
+    """Where one run's results go. ``open_run`` opens it."""
 
-    def __init__(self, path: Path, settings: dict[str, Any], resume: bool) -> None:
-        """``settings``: what was asked for; a resumed run must ask for the same.
-
-        Raises InputError where the directory cannot be written, holds a run already, or holds another one.
-        """
-        self.path = path
-        self._trajectories = path / "trajectories.jsonl"
-        self._failures = path / "failures.jsonl"
-        description = path / "run.json"
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._trajectories.touch()
-            if description.exists() and self._trajectories.stat().st_size:
-                _check_resumable(description, settings, resume)
-                _cut_torn_line(self._trajectories)
-            else:
-                description.unlink(missing_ok=True)  # Of a run that brought nothing forth.
-                _append(description, json.dumps(settings, indent=2) + "\n")
-            self._failures.unlink(missing_ok=True)  # They are tried again.
-        except OSError as error:
-            raise InputError(f"--output {path}: {error.strerror}; choose a directory that can be written") from None
-        self.done = {(line.task, line.seed) for line in read_trajectories(path)}
+    def __init__(self, path: Path, done: set[tuple[str, int]], append: Callable[[TrajectoryLine], None]) -> None:
+        self.done = done
         """The (task, seed) pairs that are there already."""
+        self._failures = path / _FAILURES
+        self._append = append
 
     def write(self, line: TrajectoryLine | Failure) -> None:
         """Appends one result, durably. Raises InputError where the disk is full; what was there stays readable."""
-        if isinstance(line, Failure):
-            path, text = self._failures, json.dumps({"task": line.task, "seed": line.seed, "error": line.error})
-        else:
-            path, text = self._trajectories, line.model_dump_json()
+        if isinstance(line, TrajectoryLine):
+            self._append(line)
+            return
         try:
-            _append(path, text + "\n")
+            with self._failures.open("ab", buffering=0) as stream:
+                append_durably(stream, json.dumps(asdict(line)).encode() + b"\n")
         except OSError as error:
-            raise InputError(
-                f"{path}: {error.strerror}; the results before are kept: make room and go on with --resume"
-            ) from None
+            raise InputError(f"{self._failures}: {error.strerror}; make room and go on with --resume") from None
+
+
+@contextmanager
+def open_run(path: Path, settings: dict[str, Any], resume: bool) -> Iterator[RunDirectory]:
+    """The run directory ``path``, with what an earlier, interrupted run of the same settings left in it.
+
+    ``settings``: what was asked for; a resumed run must ask for the same. Raises InputError where the directory
+    cannot be written, is being written by another process, holds a run already, or holds anything else's files.
+    """
+    file = path / _TRAJECTORIES
+    with _writable(path):
+        path.mkdir(parents=True, exist_ok=True)
+        holds_some = file.exists() and file.stat().st_size > 0
+    if holds_some:
+        _check_resumable(path, settings, resume)
+    with _trajectories(path).writing() as (lines, append):
+        with _writable(path):
+            if not lines:  # What is there, if anything, is of a run that brought nothing forth.
+                (path / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+            (path / _FAILURES).unlink(missing_ok=True)  # They are tried again.
+        yield RunDirectory(path, {(line.task, line.seed) for line in lines}, append)
 
 
 def read_trajectories(path: Path) -> list[TrajectoryLine]:
     """The trajectories of a run directory. Raises InputError that names the file, line and field that are wrong."""
-    file = path / "trajectories.jsonl"
-    try:
-        lines = file.read_text().split("\n")  # Texts may hold other characters that `splitlines` takes for line ends.
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise InputError(f"{file}: {reason}; give a directory that `obsspec rollout --output` wrote") from None
-    if not lines[-1]:
-        lines.pop()
-    trajectories = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            trajectories.append(TrajectoryLine.model_validate_json(line))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the line"
-            raise InputError(
-                f"{file}, line {number}: {where}: {first['msg']}; the file was changed or cut, remove that line"
-            ) from None
-    return trajectories
+    return _trajectories(path).read()
+
+
+def _trajectories(path: Path) -> LineFile[TrajectoryLine]:
+    return LineFile(path / _TRAJECTORIES, TypeAdapter(TrajectoryLine), "`obsspec rollout --output`", "with --resume")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """What a run was asked for: its ``run.json``. Raises InputError where there is none or it is broken."""
-    file = path / "run.json"
+    file = path / _SETTINGS
     try:
         settings = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -199,39 +195,21 @@ def read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _check_resumable(description: Path, settings: dict[str, Any], resume: bool) -> None:
+def _check_resumable(path: Path, settings: dict[str, Any], resume: bool) -> None:
+    before = read_settings(path)
     if not resume:
-        raise InputError(
-            f"--output {description.parent}: holds a run already; add --resume or choose another directory"
-        )
-    before = read_settings(description.parent)
+        raise InputError(f"--output {path}: holds a run already; add --resume or choose another directory")
     for name in sorted(before.keys() | settings.keys()):
         if before.get(name) != settings.get(name):
             raise InputError(
-                f"--resume: {description} has {name} = {before.get(name)!r}, now it is {settings.get(name)!r};"
+                f"--resume: {path / _SETTINGS} has {name} = {before.get(name)!r}, now it is {settings.get(name)!r};"
                 " use the same settings or choose another directory"
             )
 
 
-def _cut_torn_line(file: Path) -> None:
-    if not file.exists():
-        return
-    content = file.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(file, whole)
-
-
-def _append(file: Path, text: str) -> None:
-    """Appends durably, or leaves the file as it was."""
-    with file.open("ab", buffering=0) as stream:
-        before = stream.tell()
-        data = memoryview(text.encode())
-        try:
-            while data:
-                data = data[stream.write(data) :]
-            os.fsync(stream.fileno())
-        except OSError:
-            with suppress(OSError):  # What matters is the first error.
-                os.truncate(file, before)
-            raise
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"--output {path}: {error.strerror}; choose a directory that can be written") from None

@@ -41,6 +41,9 @@ class Summary:
     tool_seconds: float
     generation_seconds: float
     """The policy's work on generations that were kept."""
+    waiting_seconds: float
+    """Agent latency in which neither a generation that was kept nor a tool ran: waiting for a seat, or for the other
+    rollouts of this process."""
     hidden_seconds: float
     kept_tokens: int
     wasted_tokens: int
@@ -72,6 +75,7 @@ def summarize(trajectories: Iterable[TrajectoryLine]) -> Summary:
         agent_seconds=sum(line.seconds for line in lines),
         tool_seconds=sum(turn.tool_seconds for turn in calls),
         generation_seconds=sum(end - start for turn in turns for start, end in turn.generating),
+        waiting_seconds=sum(map(_waiting, lines)),
         hidden_seconds=sum(turn.hidden_seconds for turn in calls),
         kept_tokens=sum(turn.tokens for turn in turns),
         wasted_tokens=sum(turn.wasted_tokens for turn in turns),
@@ -79,6 +83,16 @@ def summarize(trajectories: Iterable[TrajectoryLine]) -> Summary:
         predictors=_by_predictor(calls),
         solved_by_family=dict(sorted(families.items())),
     )
+
+
+def _waiting(line: TrajectoryLine) -> float:
+    """Seconds of a rollout in which nothing of it ran that was kept."""
+    spans = sorted(span for turn in line.turns for span in (*turn.generating, turn.executing) if span)
+    waited = reached = 0.0
+    for start, end in spans:
+        waited += max(0.0, start - reached)
+        reached = max(reached, end)
+    return waited + max(0.0, line.seconds - reached)
 
 
 def _solved(line: TrajectoryLine) -> bool:

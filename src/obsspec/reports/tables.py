@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from rich.console import Console, ConsoleRenderable, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -11,19 +13,31 @@ from rich.table import Table
 from obsspec.reports.comparison import Comparison
 from obsspec.reports.summary import Summary
 
+_SECONDS_BETWEEN_LINES = 10.0
 
-def progress(console: Console) -> Progress:
-    """A progress bar that counts rollouts; silent where the console is no terminal."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+
+@contextmanager
+def counting(console: Console, what: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
+    """Shows how far something is: a bar, or a line now and then where the console is no terminal.
+
+    Yields a function to call after each of ``total``, with a remark where there is one.
+    """
+    if console.is_terminal:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as bar:
+            counter = bar.add_task(what, total=total, completed=done)
+            yield lambda remark="": bar.update(counter, advance=1, description=f"{what}{remark}")
+        return
+    shown = time.monotonic()
+
+    def advance(remark: str = "") -> None:
+        nonlocal done, shown
+        done += 1
+        if time.monotonic() - shown > _SECONDS_BETWEEN_LINES or done == total:
+            shown = time.monotonic()
+            console.print(f"{what}{remark}: {done} of {total}")
+
+    yield advance
 
 
 def share(part: float, whole: float) -> str:
@@ -60,6 +74,7 @@ def _summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "agent latency", f"{summary.agent_seconds:.1f} s"
     yield "  generating", f"{summary.generation_seconds:.1f} s"
     yield "  tools", f"{summary.tool_seconds:.1f} s in {summary.tool_calls} calls"
+    yield "  waiting", f"{summary.waiting_seconds:.1f} s for a seat or for other rollouts here"
     if summary.attempted:
         yield (
             "  hidden",
@@ -68,7 +83,7 @@ def _summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "hits of all calls", share(summary.hits, summary.tool_calls)
         yield "hits of attempted", share(summary.hits, summary.attempted)
         yield "hits of drafted in time", share(summary.hits, summary.drafted)
-        yield "outcomes", ", ".join(f"{name} {count}" for name, count in sorted(summary.outcomes.items()))
+        yield "outcomes of calls", ", ".join(f"{name} {count}" for name, count in sorted(summary.outcomes.items()))
         yield "wasted tokens", f"{summary.wasted_tokens} beside {summary.kept_tokens} kept"
 
 

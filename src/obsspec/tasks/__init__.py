@@ -33,6 +33,7 @@ Name = TypeVar("Name", bound=str)
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 _GENERATED = "generated:"
+_MOST_SEEDS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def parse_instances(text: str) -> list[Instance]:
         raise InputError(f"tasks {text!r}: expected generated:FAMILIES/LEVELS/SEEDS, such as generated:all/easy/0-9")
     families = list(FAMILIES) if parts[0] == "all" else parts[0].split(",")
     levels = LEVELS if parts[1] == "all" else [_known("level", level, LEVELS) for level in parts[1].split(",")]
-    return generate_many(families, levels, _seeds(parts[2]))
+    return generate_many(list(dict.fromkeys(families)), list(dict.fromkeys(levels)), dict.fromkeys(_seeds(parts[2])))
 
 
 def _known(kind: str, name: str, known: Iterable[Name]) -> Name:
@@ -103,9 +104,11 @@ def _known(kind: str, name: str, known: Iterable[Name]) -> Name:
 def _seeds(text: str) -> list[int]:
     seeds: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part, re.ASCII)
+        match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part, re.ASCII)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first:
             raise InputError(f"seeds {text!r}: expected numbers and rising ranges, such as 0-9,20")
+        if len(seeds) + last - first >= _MOST_SEEDS:
+            raise InputError(f"seeds {text!r}: more than {_MOST_SEEDS:,} at once; give fewer")
         seeds.extend(range(first, last + 1))
     return seeds

@@ -12,7 +12,6 @@ every setting of ``task.toml`` that the sandbox cannot honour, is an error rathe
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 import tomllib
@@ -26,6 +25,7 @@ from obsspec.types import Task
 _PARTS = ("task.toml", "instruction.md", "tests")
 _PLAIN_IMAGES = ("debian", "ubuntu", "python")
 _DEFAULT_SECONDS = 600.0
+_MOST_SECONDS = 7 * 24 * 3600
 _NOT_PROVIDED = (("environment", "env"), ("environment", "gpus"), ("environment", "mcp_servers"), ("verifier", "env"))
 _CHECK = """\
 timeout {seconds:g} bash /tests/test.sh
@@ -44,7 +44,10 @@ def load_tasks(path: Path) -> list[Task]:
     the check; 600 s where absent. Raises InputError, which names the file and the field, where a directory is no
     complete task or needs an image.
     """
-    path = path.resolve()
+    try:
+        path = path.resolve(strict=True)
+    except (OSError, RuntimeError):  # RuntimeError: links in a circle.
+        raise InputError(f"{path}: no such directory; give a task directory, or a directory of them") from None
     if not path.is_dir():
         raise InputError(f"{path}: no such directory; give a task directory, or a directory of them")
     if any((path / part).exists() for part in _PARTS):
@@ -58,6 +61,9 @@ def load_tasks(path: Path) -> list[Task]:
 
 
 def _load(directory: Path) -> Task:
+    name = f"{directory.parent.name}/{directory.name}"
+    if not name.isprintable():
+        raise InputError(f"{name!r}: a task is named after its directory, which must be printable; rename it")
     settings = _settings(directory / "task.toml")
     instruction = _text(directory / "instruction.md").strip()
     if not instruction:
@@ -65,7 +71,7 @@ def _load(directory: Path) -> Task:
     _text(directory / "tests" / "test.sh")
     files, setup = _environment(directory, settings)
     return Task(
-        id=f"{directory.parent.name}/{directory.name}",
+        id=name,
         instruction=instruction,
         family=directory.parent.name,
         level=str(settings.get("metadata", {}).get("difficulty", "")),
@@ -80,7 +86,7 @@ def _load(directory: Path) -> Task:
 def _settings(path: Path) -> dict[str, Any]:
     try:
         settings = tomllib.loads(_text(path))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{path}: is not valid TOML: {error}; correct it") from None
     for section in ("metadata", "agent", "verifier", "environment"):
         if not isinstance(settings.get(section, {}), dict):
@@ -93,9 +99,11 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _seconds(directory: Path, settings: Mapping[str, Any], section: str) -> float:
     seconds = settings.get(section, {}).get("timeout_sec", _DEFAULT_SECONDS)
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _MOST_SECONDS:
         path = directory / "task.toml"
-        raise InputError(f"{path}: {section}.timeout_sec is {seconds!r}; give a positive number of seconds")
+        raise InputError(
+            f"{path}: {section}.timeout_sec is {seconds!r}; give a positive number of seconds, up to {_MOST_SECONDS}"
+        )
     return float(seconds)
 
 
@@ -165,7 +173,7 @@ def _is_plain(image: str) -> bool:
 
 def _are_paths(names: list[str]) -> bool:
     """Whether they are just that: no flags, variables, patterns or quotes."""
-    return not any(name.startswith("--") or set(name) & set("$*?[\"'") for name in names)
+    return not any(name.startswith("--") or set(name) & set("$*?[\"'") or not name.isprintable() for name in names)
 
 
 def _copied(
@@ -173,8 +181,11 @@ def _copied(
 ) -> dict[str, bytes]:
     """The files of one source of a COPY: a directory's content, or one file, which may go into a directory."""
     folder = dockerfile.parent
-    origin = (folder / source.lstrip("/")).resolve()
-    if not origin.is_relative_to(folder.resolve()) or not origin.exists():
+    try:
+        origin = (folder / source.lstrip("/")).resolve(strict=True)
+    except (OSError, RuntimeError):  # RuntimeError: links in a circle.
+        origin = None
+    if origin is None or not origin.is_relative_to(folder.resolve()):
         raise InputError(f"{dockerfile}, line {number}: COPY: there is no {source} in {folder}; add it")
     if origin.is_dir():
         return _below(origin, target)

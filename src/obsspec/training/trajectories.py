@@ -6,18 +6,17 @@ nothing is learned on other tokens than those it will see. Its labels say which 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import anyio
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
 from obsspec.context import Tokens
-from obsspec.errors import InputError
+from obsspec.lines import LineFile
 from obsspec.predictors.language_model import Limits, Prompts
 from obsspec.tasks import Instance
 from obsspec.types import Exchange, Generation, OpenEnvironment, Query
@@ -41,6 +40,10 @@ class ExpertRun:
     exchanges: tuple[Exchange, ...]
     mistakes: tuple[bool, ...]
     """For each exchange, whether its command is a slip that a later one corrects."""
+
+    def __post_init__(self) -> None:
+        if len(self.mistakes) != len(self.exchanges):
+            raise ValueError("mistakes and exchanges must have the same length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,42 +72,39 @@ async def collect(
     """
     pending = iter(instances)
     unsolved: list[str] = []
+    broken: list[Exception] = []
 
-    async def work() -> None:
-        for instance in pending:
-            if instance.task.id not in done:
-                run, reward = await _run_expert(instance, open_environment)
-                if reward == 1:
-                    stream.write(_LINE.dump_json(run) + b"\n")
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                else:
-                    unsolved.append(instance.task.id)
-            finished()
+    async def work(done: set[str], append: Callable[[ExpertRun], None]) -> None:
+        try:
+            for instance in pending:
+                if instance.task.id not in done:
+                    run, reward = await _run_expert(instance, open_environment)
+                    if reward == 1:
+                        append(run)
+                    else:
+                        unsolved.append(instance.task.id)
+                finished()
+        except Exception as error:  # Raised below, outside the task group, which would wrap it.
+            broken.append(error)
+            workers.cancel_scope.cancel()
 
-    with _open_for_lines(file) as stream:
-        done = {run.task for run in read_runs(file)}
+    with _runs(file).writing() as (runs, append):
+        done = {run.task for run in runs}
         async with anyio.create_task_group() as workers:
             for _ in range(concurrency):
-                workers.start_soon(work)
+                workers.start_soon(work, done, append)
+    if broken:
+        raise broken[0]
     return unsolved
 
 
 def read_runs(file: Path) -> list[ExpertRun]:
-    """The runs that ``collect`` wrote, without a last line that a crash tore. Raises InputError for anything else."""
-    try:
-        lines = file.read_bytes().split(b"\n")[:-1]
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror}; give a file of expert runs") from None
-    runs = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            runs.append(_LINE.validate_json(line))
-        except ValidationError as error:
-            raise InputError(
-                f"{file}, line {number}: {error.errors()[0]['msg']}; it is no expert run, remove it"
-            ) from None
-    return runs
+    """The runs that ``collect`` wrote. Raises InputError for anything else."""
+    return _runs(file).read()
+
+
+def _runs(file: Path) -> LineFile[ExpertRun]:
+    return LineFile(file, TypeAdapter(ExpertRun), "`obsspec warmstart --runs`", "with the same command")
 
 
 def rows(role: Role, run: ExpertRun, chat_format: ChatFormat) -> list[Row]:
@@ -165,9 +165,6 @@ class _Pieces:
         return Row(tuple(self.tokens), tuple(self._labels))
 
 
-_LINE = TypeAdapter(ExpertRun)
-
-
 async def _run_expert(instance: Instance, open_environment: OpenEnvironment) -> tuple[ExpertRun, float]:
     task, steps = instance.task, instance.expert
     async with open_environment(task) as environment:
@@ -175,15 +172,3 @@ async def _run_expert(instance: Instance, open_environment: OpenEnvironment) -> 
         reward = await environment.score()
     mistakes = tuple(step.mistake for step in steps)
     return ExpertRun(task.id, task.family, task.level, task.instruction, tuple(exchanges), mistakes), reward
-
-
-def _open_for_lines(file: Path) -> BinaryIO:
-    """Opens for appending, after the last whole line."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        stream = file.open("r+b" if file.exists() else "x+b")
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror}; choose a file that can be written") from None
-    stream.seek(stream.read().rfind(b"\n") + 1)
-    stream.truncate()
-    return stream

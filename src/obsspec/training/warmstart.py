@@ -31,7 +31,7 @@ from torch.nn import functional
 from obsspec.chat import ChatFormat
 from obsspec.errors import InputError
 from obsspec.models import DEFAULT_MODEL, load_model
-from obsspec.reports.tables import progress
+from obsspec.reports.tables import counting
 from obsspec.training.trajectories import IGNORED, ExpertRun, Role, Row, rows
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class Recipe:
         for name in ("tokens", "rows_per_step", "learning_rate", "rank", "longest"):
             if getattr(self, name) <= 0:
                 raise InputError(f"warm start: {name} must be more than 0, not {getattr(self, name)}")
+        if not self.learning_rate <= 1:
+            raise InputError(f"warm start: learning_rate must be at most 1, not {self.learning_rate}")
 
 
 def warmstart(
@@ -98,13 +100,12 @@ def warmstart(
     if training.step:
         notes.print(f"{role}: going on after step {training.step} of {len(steps)}")
 
-    with progress(notes) as bar:
-        counter = bar.add_task(role, total=len(steps), completed=training.step)
+    with counting(notes, role, len(steps), training.step) as advance:
         saved = began = time.monotonic()
         tokens_before = training.tokens
         while training.step < len(steps):
             training.advance([data[index] for index in steps[training.step]])
-            bar.update(counter, description=f"{role}, loss {training.recent_loss:.3f}", completed=training.step)
+            advance(f", loss {training.recent_loss:.3f}")
             now = time.monotonic()
             if now - saved > _CHECKPOINT_SECONDS or training.step == len(steps):
                 directory.save(training)
@@ -263,8 +264,10 @@ class _Directory:
     """Where an adapter goes, with its checkpoint beside it. Files are replaced whole."""
 
     def __init__(self, output: Path, description: dict[str, Any]) -> None:
-        self._output = output
-        self._checkpoint = output.with_name(output.name + ".checkpoint")
+        self._output = output.resolve()
+        if not self._output.name:
+            raise InputError(f"{output}: cannot hold an adapter; choose a directory in it")
+        self._checkpoint = self._output.with_name(self._output.name + ".checkpoint")
         self._description = description
 
     def resume(self, training: _Training) -> None:
@@ -273,12 +276,19 @@ class _Directory:
             self._output.mkdir(parents=True, exist_ok=True)
             if not self._checkpoint.exists():
                 return
+        try:
             state = torch.load(self._checkpoint, weights_only=True)
-        if state["fingerprint"] != training.fingerprint:
+            matching = state["fingerprint"] == training.fingerprint
+            if matching:
+                training.restore(state)
+        except Exception as error:  # PyTorch says in many ways that a file is not what it wrote.
+            raise InputError(
+                f"{self._checkpoint}: damaged ({type(error).__name__}); remove it to start afresh"
+            ) from error
+        if not matching:
             raise InputError(
                 f"{self._checkpoint}: is of a training of other runs, or by another recipe; remove it to start afresh"
             )
-        training.restore(state)
 
     def save(self, training: _Training) -> None:
         state = training.state()
