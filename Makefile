@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint develop bench clean
 
 demo: $(VENV)/.local
 	$(BIN)/obsspec demo
@@ -16,6 +16,9 @@ lint: $(VENV)/.development
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
+
+# Everything that developing and the benchmarks need.
+develop: $(VENV)/.development
 
 # One benchmark: `make bench NAME=engine`; its figures also go to build/NAME.json.
 bench: $(VENV)/.development

@@ -180,7 +180,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
             name,
             *(str(each[key]) for key in ("steps", "attempted", "exact", "wrong")),
             *(percent(each[key]) for key in ("exact_of_all", "exact_of_attempted", "any_draft_exact_of_all")),
-            f"{each['brier']:.3f}",
+            "" if each["brier"] is None else f"{each['brier']:.3f}",
             f"{each['cpu_microseconds']:.0f}",
         )
     console.print(table)
@@ -200,11 +200,29 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
+def check(parser: argparse.ArgumentParser, log: Path) -> None:
+    """Ends the program with one line where a log is not as described above."""
+    number = 0
+    try:
+        with gzip.open(log, "rt") if log.suffix == ".gz" else log.open() as lines:
+            for number, line in enumerate(lines, start=1):
+                if missing := {"task", "command", "output"} - json.loads(line).keys():
+                    parser.error(f"{log}, line {number}: has no {', '.join(sorted(missing))}; --help describes a log")
+    except OSError as error:
+        parser.error(f"{log}: {error.strerror or error}; give a log, as --help describes")
+    except (ValueError, AttributeError, EOFError):
+        parser.error(f"{log}, line {number + 1}: not a JSON object; --help describes a log")
+    if not number:
+        parser.error(f"{log}: is empty; --help describes a log")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", type=Path)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     arguments = parser.parse_args()
+    for log in arguments.logs:
+        check(parser, log)
     results = [anyio.run(measure, log) for log in arguments.logs]
     console = Console(width=max(Console().width, 120))
     for result in results:

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from obsspec.chat import ChatFormat, WorldModelChat
 from obsspec.environments.sandbox import open_sandbox
+from obsspec.errors import InputError
 from obsspec.models import BUILTIN_WORLD_MODEL, DEFAULT_MODEL, adapter_base
 from obsspec.policies.local import LocalPolicy
 from obsspec.policies.networks import load_network
@@ -118,13 +119,21 @@ def figures(steps: list[Step], tables: list[Prediction], model: list[Prediction]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default="generated:all/easy,medium/0-2")
-    parser.add_argument("--learned", type=Path, metavar="FILE", help="expert runs that rules and memory start from")
+    parser.add_argument(
+        "--learned",
+        type=Path,
+        metavar="FILE",
+        help="expert runs that rules and memory start from, as `obsspec warmstart --runs` writes them",
+    )
     parser.add_argument("--adapter", default=BUILTIN_WORLD_MODEL)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     tables = Cascade({"rules": Rules(), "memory": Memory()})
     if arguments.learned:
-        learn(tables, arguments.learned)
+        try:
+            learn(tables, arguments.learned)
+        except InputError as error:
+            parser.error(str(error))
     base = DEFAULT_MODEL if arguments.adapter == BUILTIN_WORLD_MODEL else adapter_base(Path(arguments.adapter))
     network, tokenizer = load_network(base, arguments.adapter)
     model = LanguageModel(LocalPolicy(network), WorldModelChat(ChatFormat(tokenizer)))

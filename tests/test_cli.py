@@ -281,6 +281,7 @@ def test_compare_names_the_file_that_is_missing_or_broken(runs: tuple[Path, Path
 
 def test_demo_checks_its_file_before_it_works() -> None:
     assert "--json /nowhere/x.json: No such file" in complaint(obsspec("demo", "--json", "/nowhere/x.json"))
+    assert "--predictor oracle: not one of" in complaint(obsspec("demo", "--predictor", "oracle"))
 
 
 def test_an_adapter_is_trained_and_used(policy: Path, tmp_path: Path) -> None:

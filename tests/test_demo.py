@@ -14,7 +14,8 @@ from obsspec.runs import Plan
 
 @pytest.fixture(scope="module")
 def figures() -> Figures:
-    return run_demo(Plan("generated:checksum,service/easy/0", depth=2), 2, 1, Console(stderr=True))
+    plan = Plan("generated:checksum,service/easy/0", predictor="rules,memory,language_model", depth=2)
+    return run_demo(plan, 2, 1, Console(stderr=True))
 
 
 def test_nothing_is_changed(figures: Figures) -> None:

@@ -196,6 +196,19 @@ def test_a_broken_policy_is_tried_again_from_its_tokens_and_then_raised() -> Non
         with_breaks(100)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_policy_that_writes_more_than_it_may_is_found(depth: int) -> None:
+    class Verbose:
+        async def generate(self, request: Request, emit: Callable[[Chunk], None]) -> Finish:
+            emit(Chunk(encode("x" * (request.max_tokens + 1)), (0.0,) * (request.max_tokens + 1)))
+            return "length"
+
+    settings = Settings(Sampling(max_tokens=5), depth=depth)
+    speculator = Speculator(Verbose(), ScriptedChat(), Drafts(((0.1, Draft("out", 1.0)),)), settings)
+    with pytest.raises(ValueError, match="wrote 6 tokens where max_tokens was 5"):
+        virtually(lambda: rollout(speculator, TASK, printing("out").open))
+
+
 def test_a_failure_on_a_branch_is_no_failure_of_the_rollout() -> None:
     @dataclass
     class NeverSpeculative:

@@ -65,6 +65,7 @@ def common(
     pass
 
 
+_PREDICTOR = "Any of `rules,memory,language_model`, or `off`. The last of them wants a core of its own."
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, for machines.")]
 
 
@@ -82,9 +83,7 @@ def rollout(
     policy: Annotated[
         str, typer.Option(help="`builtin`, a model's directory or hub name, or an adapter's directory.")
     ] = "builtin",
-    predictor: Annotated[
-        str, typer.Option(help="Any of `rules,memory,language_model`, or `off`.")
-    ] = "rules,memory,language_model",
+    predictor: Annotated[str, typer.Option(help=_PREDICTOR)] = "rules,memory",
     world_model: Annotated[str, typer.Option(help="What `language_model` runs on; named like the policy.")] = "builtin",
     depth: Annotated[int, typer.Option(min=0, help="How many observations ahead to speculate; 0 is sequential.")] = 1,
     breadth: Annotated[int, typer.Option(min=1, help="How many drafts to try for one observation.")] = 1,
@@ -227,6 +226,7 @@ def warmstart(
 def demo(
     repeats: Annotated[int, typer.Option(min=1, help="How often every rollout is run both ways, interleaved.")] = 2,
     depth: Annotated[int, typer.Option(min=1, help="How many observations ahead to speculate.")] = 2,
+    predictor: Annotated[str, typer.Option(help=_PREDICTOR)] = "rules,memory",
     workers: Annotated[int, typer.Option(min=1, help="Threads of the policy: one generation each.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
 ) -> None:
@@ -236,7 +236,7 @@ def demo(
     if json_file is not None:
         with _writable(json_file):
             json_file.open("a").close()
-    figures = run_demo(replace(PLAN, depth=depth), repeats, workers, notes)
+    figures = run_demo(replace(PLAN, depth=depth, predictor=predictor), repeats, workers, notes)
     with _stdout():
         print_demo(figures, output)
     if json_file is not None:

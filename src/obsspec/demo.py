@@ -51,6 +51,7 @@ class Figures:
 
 def run_demo(plan: Plan, repeats: int, workers: int, notes: Console) -> Figures:
     """Runs every rollout of the plan ``repeats`` times each way. ``workers``: threads of the policy."""
+    plan.predictors()
     plans = {"off": replace(plan, depth=0), "on": plan}
     lines = interleaved(plans, repeats, workers, notes)
     comparisons = [compare(off, on) for off, on in zip(lines["off"], lines["on"], strict=True)]

@@ -30,7 +30,7 @@ class Plan:
 
     tasks: str
     policy: str = BUILTIN
-    predictor: str = "rules,memory,language_model"
+    predictor: str = "rules,memory"
     world_model: str = BUILTIN
     depth: int = 1
     breadth: int = 1

@@ -413,9 +413,12 @@ class Rollout:
                 )
                 began = anyio.current_time()
                 try:
-                    return await self._policy.generate(request, branch.emit)
+                    finish = await self._policy.generate(request, branch.emit)
                 finally:
                     branch.generating.append(self._interval(began))
+                if (written := len(branch.generation.tokens)) > request.max_tokens:
+                    raise ValueError(f"the policy wrote {written} tokens where max_tokens was {request.max_tokens}")
+                return finish
         return None
 
     async def _prepare(self, branch: Branch, predictor: Predictor) -> None:
