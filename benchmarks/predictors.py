@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from obsspec.predictors import SANDBOX, Cascade, Memory, Rules
-from obsspec.predictors.rates import Rate
+from obsspec.rates import Rate
 from obsspec.types import Draft, Exchange, Observation, Predictor, Query
 
 LIKELY = 0.5

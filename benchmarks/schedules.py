@@ -41,7 +41,7 @@ def scenario(seed: int) -> Scenario:
         seats=math.inf if alone else random.choice((1, 2, 3)),
         rollouts=1 if alone else random.randint(1, 3),
         suspensions=random.choice((0.0, 0.0, 0.5, 5.0)),
-        least=random.choice((0.0, 0.3)),
+        least=random.choice((None, 0.0, 0.3)),
     )
 
 

@@ -17,7 +17,7 @@ import trio.testing
 
 from obsspec.budget import Seats
 from obsspec.context import Context, Tokens
-from obsspec.gate import Threshold
+from obsspec.gate import ExpectedValue, Threshold
 from obsspec.speculation import Rollout, Settings, Speculator
 from obsspec.testing import ScriptedChat, ScriptedEnvironment, ScriptedPolicy
 from obsspec.types import (
@@ -72,8 +72,8 @@ class Scenario:
     rollouts: int = 1
     suspensions: float = 0.0
     """How often in a virtual second somebody suspends a branch, committed ones included."""
-    least: float = 0.0
-    """The gate's threshold."""
+    least: float | None = 0.0
+    """The gate's threshold; None for the expected value."""
 
     def random(self, *key: object) -> Random:
         return Random(f"{self.seed}/{key}")
@@ -83,7 +83,7 @@ class Scenario:
             Sampling(max_tokens=self.max_tokens),
             depth=self.depth,
             breadth=self.breadth,
-            gate=Threshold(self.least),
+            gate=ExpectedValue(slowdown=3.0) if self.least is None else Threshold(self.least),
             max_turns=self.max_turns,
             max_context=self.max_context,
             backoff=0.01,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from obsspec.predictors import SANDBOX, Harness, Rules
-from obsspec.predictors.shell import effect, parse
+from obsspec.shell import effect, parse
 from obsspec.types import Draft, Exchange, Observation, Query
 
 MARK = "\x1e"

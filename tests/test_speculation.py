@@ -28,7 +28,7 @@ many = settings(max_examples=700, deadline=None, suppress_health_check=list(Heal
         max_context=st.integers(5, 300),
         accuracy=shares,
         predictor_faults=st.sampled_from((0.0, 0.3)),
-        least=st.sampled_from((0.0, 0.3)),
+        least=st.sampled_from((None, 0.0, 0.3)),
     )
 )
 def test_a_rollout_is_the_sequential_one_and_never_later(scenario: Scenario) -> None:
@@ -65,6 +65,7 @@ def test_faults_and_cancellation_at_any_moment(scenario: Scenario) -> None:
         cancel_after=st.none() | st.floats(0.0, 30.0),
         seats=st.sampled_from((1, 2, 3, math.inf)),
         rollouts=st.integers(1, 3),
+        least=st.sampled_from((None, 0.0)),
         suspensions=st.sampled_from((0.0, 0.5, 5.0)),
     )
 )

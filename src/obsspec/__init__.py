@@ -7,7 +7,7 @@ if draft and observation are exactly equal. See `Speculator` for a loop of your 
 from obsspec.budget import Seats
 from obsspec.context import Context, Segment, Tokens
 from obsspec.errors import InputError
-from obsspec.gate import Gate, Threshold
+from obsspec.gate import Bet, ExpectedValue, Gate, Threshold
 from obsspec.rollout import Failure, rollout, rollouts
 from obsspec.speculation import Rollout, Settings, Speculator
 from obsspec.types import (
@@ -36,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Action",
+    "Bet",
     "Chat",
     "Chunk",
     "Context",
@@ -43,6 +44,7 @@ __all__ = [
     "Draft",
     "Environment",
     "Exchange",
+    "ExpectedValue",
     "Failure",
     "Gate",
     "Generation",

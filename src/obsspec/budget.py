@@ -41,6 +41,11 @@ class Seats:
         self._holding: set[Claimant] = set()
         self._waiting: dict[Claimant, anyio.Event] = {}
 
+    @property
+    def running(self) -> int:
+        """How many are held."""
+        return len(self._holding)
+
     @asynccontextmanager
     async def seat(self, claimant: Claimant) -> AsyncIterator[None]:
         """Waits for a seat, and holds it for the block. A waiter that is cancelled holds nothing."""

@@ -1,24 +1,225 @@
-"""When a draft is worth a branch."""
+"""When a draft is worth a branch.
+
+``ExpectedValue`` weighs what a branch may save against what it costs the others on the same server, by what it has
+learned from the turns so far. ``Threshold`` asks for a probability and learns nothing.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
+
+from obsspec.errors import InputError
+from obsspec.rates import Rate
+from obsspec.shell import parse
+from obsspec.types import Action, Draft, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Bet:
+    """What a gate is told of a draft that wants a branch."""
+
+    probability: float
+    """That the draft and every one below it are all exact, 0 to 1."""
+    commands: tuple[str, ...]
+    """Those that have to end before the branch's context is real: first the one that is running, last the one whose
+    observation the draft is. None where no command is needed."""
+    elapsed: float
+    """Seconds that the first of them has been running."""
+    running: int
+    """Requests that the policy server is running now."""
 
 
 class Gate(Protocol):
-    """Decides whether a draft gets a branch, before anything has been generated on it."""
+    """Decides whether a draft gets a branch, before anything has been generated on it.
 
-    def __call__(self, probability: float) -> bool:
-        """``probability``: that the draft and every draft above it are all exact, 0 to 1."""
-        ...
+    It is asked again, with more time elapsed, about a draft that it has held back, so it need not foresee how long a
+    tool will run. Nothing that a branch has generated may enter its decisions.
+    """
+
+    def probability(self, draft: Draft) -> float:
+        """That the draft is exact, 0 to 1; not simply what its predictor says of itself."""
+
+    def admits(self, bet: Bet) -> bool:
+        """Whether the draft gets its branch now."""
+
+    def learn(self, turn: Turn) -> None:
+        """Told every settled turn, from the event loop; must be quick."""
 
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """Admits what is likely enough. 0 admits everything."""
+    """Admits what is likely enough, by the predictor's own word. 0 admits everything."""
 
     least: float = 0.1
 
-    def __call__(self, probability: float) -> bool:
-        return probability >= self.least
+    def probability(self, draft: Draft) -> float:
+        return draft.probability
+
+    def admits(self, bet: Bet) -> bool:
+        return bet.probability >= self.least
+
+    def learn(self, turn: Turn) -> None:
+        pass
+
+
+@dataclass
+class Calibration:
+    """How often drafts of a stated probability really are exact, for each predictor, learned as they come true.
+
+    Histogram binning (Zadrozny and Elkan, ICML 2001) with tenths as bins, each starting from what the predictor
+    states. Old counts fade, for predictors learn as well.
+    """
+
+    rates: dict[str, list[Rate]] = field(default_factory=dict)
+    """By predictor: a rate for each tenth of the stated probability."""
+
+    def probability(self, predictor: str, stated: float) -> float:
+        rates = self.rates.get(predictor)
+        return stated if rates is None else rates[_tenth(stated)].estimate(prior=stated, weight=_PRIOR_DRAFTS)
+
+    def learn(self, predictor: str, stated: float, exact: bool) -> None:
+        rate = self.rates.setdefault(predictor, [Rate() for _ in range(10)])[_tenth(stated)]
+        rate.count(exact)
+        if rate.attempts >= _MOST_DRAFTS:
+            rate.hits, rate.attempts = rate.hits // 2, rate.attempts // 2
+
+
+@dataclass
+class ToolTimes:
+    """How long commands run, by the programs that they name, learned from those that have ended."""
+
+    kinds: dict[str, deque[float]] = field(default_factory=dict)
+    """The latest times of each kind of command, in seconds; those used last come last."""
+    all: deque[float] = field(default_factory=deque)
+    """The latest times of any command."""
+
+    def learn(self, command: str, seconds: float) -> None:
+        kind = _kind(command)
+        self.kinds[kind] = self.kinds.pop(kind, deque())
+        for times, most in ((self.kinds[kind], _MOST_TIMES_OF_A_KIND), (self.all, _MOST_TIMES)):
+            times.append(seconds)
+            if len(times) > most:
+                times.popleft()
+        if len(self.kinds) > _MOST_KINDS:
+            del self.kinds[next(iter(self.kinds))]
+
+    def remaining(self, command: str, elapsed: float, most: float, after: float = 0.0) -> float:
+        """Expected seconds, of at most ``most``, until a command that has run for ``elapsed`` and then ``after`` more
+        seconds are over: E[min(most, T - elapsed + after) | T > elapsed].
+
+        The mean over the command's own kind, with all commands counting as much as a few of its own. Where none has
+        ever run for so long it is expected to run as long again.
+        """
+        every = _remaining(self.all, elapsed, most, after)
+        own = _remaining(self.kinds.get(_kind(command), ()), elapsed, most, after)
+        usual = sum(every) / len(every) if every else min(most, elapsed + after) if self.all else most
+        return (sum(own) + _PRIOR_TIMES * usual) / (len(own) + _PRIOR_TIMES)
+
+
+@dataclass
+class ExpectedValue:
+    """Admits a draft where what its branch may save is worth what it costs: p * gain > (1 - p) * waste * price.
+
+    p is the calibrated probability. ``gain`` is how much of the next generation would lie under the tools that have to
+    end first, less what would still lie there if the branch began only when the first of them ends. ``waste`` is how
+    long the branch would have run when it turns out wrong, and what any request costs. ``price`` is the time that the
+    other requests lose for each second of this one: where a decode step takes a + b * running seconds,
+    running * b / (a + b * running).
+
+    Meant to be shared by all rollouts of a process: what it has learned is in its fields, and can be saved.
+    """
+
+    slowdown: float = 0.03
+    """b / a of the policy server: how much one more running request slows a single one down."""
+    request_seconds: float = 0.02
+    """What a request costs the server before its first token."""
+    calibration: Calibration = field(default_factory=Calibration)
+    tool_times: ToolTimes = field(default_factory=ToolTimes)
+    generation_seconds: float = 1.0
+    """Of a generation that was kept, on average over the last turns."""
+    turns: int = 0
+    """How many it has learned from."""
+
+    def probability(self, draft: Draft) -> float:
+        return self.calibration.probability(draft.predictor, draft.probability)
+
+    def admits(self, bet: Bet) -> bool:
+        if not bet.commands:
+            return True
+        first, *later = bet.commands
+        most = self.generation_seconds
+        after = sum(self.tool_times.remaining(command, 0.0, _LONGEST) for command in later)
+        hidden = self.tool_times.remaining(first, bet.elapsed, most, after)
+        gain = hidden - min(most, after)
+        waste = hidden + self.request_seconds
+        loaded = self.slowdown * bet.running
+        price = loaded / (1 + loaded)
+        return bet.probability * gain > (1 - bet.probability) * waste * price
+
+    def learn(self, turn: Turn) -> None:
+        if isinstance(turn.step, Action) and turn.executing is not None:
+            self.tool_times.learn(turn.step.command, turn.executing.seconds)
+            for draft in turn.drafts:
+                self.calibration.learn(draft.predictor, draft.probability, draft.exact)
+        seconds = sum(interval.seconds for interval in turn.generating)
+        self.turns += 1
+        self.generation_seconds += (seconds - self.generation_seconds) * max(_RECENT, 1 / self.turns)
+
+    def save(self, file: Path) -> None:
+        """Writes what it has learned as JSON, whole or not at all. Raises InputError where it cannot."""
+        from pydantic import TypeAdapter  # Takes a quarter of a second, which most programs need not spend.
+
+        written = file.with_name(f".{file.name}.new")
+        try:
+            written.write_bytes(TypeAdapter(ExpectedValue).dump_json(self, indent=1))
+            written.replace(file)
+        except OSError as error:
+            raise InputError(f"{file}: {error.strerror}; choose a file that can be written") from None
+
+    @classmethod
+    def load(cls, file: Path) -> ExpectedValue:
+        """Reads what `save` wrote. Raises InputError for anything else."""
+        from pydantic import TypeAdapter, ValidationError
+
+        try:
+            return TypeAdapter(ExpectedValue).validate_json(file.read_bytes())
+        except OSError as error:
+            raise InputError(f"{file}: {error.strerror}; give a file that a gate was saved to") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise InputError(f"{file}: {where}: {first['msg']}; give a file that a gate was saved to") from None
+
+
+_PRIOR_DRAFTS = 10.0
+"""Drafts that what a predictor states of itself counts as much as."""
+_MOST_DRAFTS = 400
+_PRIOR_TIMES = 4.0
+"""Commands of its own kind that all commands together count as much as."""
+_MOST_TIMES = 256
+_MOST_TIMES_OF_A_KIND = 64
+_MOST_KINDS = 1000
+_LONGEST = 3600.0
+"""Seconds. No tool is expected to take longer."""
+_RECENT = 0.02
+"""Weight of the latest generation in the average."""
+
+
+def _tenth(probability: float) -> int:
+    return min(9, int(10 * probability))
+
+
+def _kind(command: str) -> str:
+    """The programs that a command names; its first word where it is more than a list of simple commands."""
+    simple = parse(command)
+    if simple is None:
+        return next(iter(command.split()), "")
+    return " ".join(dict.fromkeys(each.name for each in simple))
+
+
+def _remaining(times: Iterable[float], elapsed: float, most: float, after: float) -> list[float]:
+    return [min(most, seconds - elapsed + after) for seconds in times if seconds > elapsed]

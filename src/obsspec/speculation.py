@@ -31,7 +31,7 @@ from anyio.abc import TaskGroup
 from obsspec.budget import Seats
 from obsspec.context import Context, Tokens
 from obsspec.errors import InputError
-from obsspec.gate import Gate, Threshold
+from obsspec.gate import Bet, ExpectedValue, Gate
 from obsspec.types import (
     Action,
     Chat,
@@ -57,6 +57,9 @@ from obsspec.types import (
     Turn,
 )
 
+_FIRST_PAUSE, _LAST_PAUSE = 0.25, 1024.0
+"""Seconds between one look at the drafts that were held back and the next, twice as long each time."""
+
 LONGEST_DRAFT = 100_000
 """Characters. A longer draft is nonsense: harnesses truncate what a policy reads far below this."""
 
@@ -70,7 +73,7 @@ class Settings:
     """How many observations ahead to speculate. 0 is the sequential rollout."""
     breadth: int = 1
     """How many drafts to try for one observation."""
-    gate: Gate = field(default_factory=Threshold)
+    gate: Gate = field(default_factory=ExpectedValue)
     max_turns: int = 20
     """Most generations in a rollout."""
     max_context: int = 4096
@@ -113,6 +116,8 @@ class Branch:
         self.predictor_returned = False
         self.drafts: dict[Tokens, DraftRecord] = {}
         """By what they render to."""
+        self.held: dict[Tokens, Draft] = {}
+        """Those that the gate holds back."""
         self.children: dict[Tokens, Branch] = {}
         self.scope = anyio.CancelScope()
         """Contains all that runs for this branch, but for the predictor's preparation, which ends before."""
@@ -282,6 +287,7 @@ class Rollout:
             for branch in child.above():
                 branch.scope.cancel()
         self._turns.append(self._turn(parent, observation, executing, rendered, kept is not None, wasted))
+        self._settings.gate.learn(self._turns[-1])
         if parent.turn + 1 >= self._settings.max_turns:
             self.end = "turns"
         elif self._token_budget(extended := self._extend(parent, rendered)) < 1:
@@ -430,7 +436,7 @@ class Rollout:
     async def _draft(self, branch: Branch) -> None:
         match branch.step:
             case Malformed(reply):  # What it will read is known without executing anything.
-                self._consider(branch, Draft(reply, 1.0))
+                self._consider(branch, Draft(reply, 1.0), certain=True)
             case Action() as action if self._predictor is not None:
                 branch.asked_at = anyio.current_time()
                 try:
@@ -440,8 +446,19 @@ class Rollout:
                     branch.predictor_returned = True
                 except Exception:
                     branch.predictor_failed = True
+        await self._reconsider(branch)
 
-    def _consider(self, parent: Branch, draft: Draft) -> None:
+    async def _reconsider(self, branch: Branch) -> None:
+        """What was not worth a branch may become so: the longer a tool has run, the longer it is likely to go on."""
+        pause = _FIRST_PAUSE
+        while branch.held and pause < _LAST_PAUSE:
+            with anyio.move_on_after(pause) as waiting:
+                await branch.advanced.wait()
+            pause = 2 * pause if waiting.cancelled_caught else _FIRST_PAUSE
+            for draft in tuple(branch.held.values()):
+                self._consider(branch, draft)
+
+    def _consider(self, parent: Branch, draft: Draft, certain: bool = False) -> None:
         """Grows a child on a draft, if the draft is usable, new, and worth a branch.
 
         A predictor may propose a draft again, with another probability: one that the gate held back may then pass.
@@ -456,18 +473,36 @@ class Rollout:
             return
         if rendered in parent.children:
             return
-        child = Branch(self._extend(parent, rendered), parent.turn + 1, _history(parent, draft.text), draft.probability)
-        admitted = (
-            len(parent.children) < self._settings.breadth
-            and self._settings.gate(parent.probability * draft.probability)
-            and self._token_budget(child.context) >= 1
-        )
-        seconds = 0.0 if parent.asked_at is None else anyio.current_time() - parent.asked_at
-        parent.drafts[rendered] = DraftRecord(draft.predictor, draft.probability, seconds, admitted, False)
+        probability = 1.0 if certain else self._settings.gate.probability(draft)
+        child = Branch(self._extend(parent, rendered), parent.turn + 1, _history(parent, draft.text), probability)
+        possible = len(parent.children) < self._settings.breadth and self._token_budget(child.context) >= 1
+        admitted = possible and self._settings.gate.admits(self._bet(parent, child))
+        self._record(parent, rendered, draft, admitted)
         if admitted:
+            parent.held.pop(rendered, None)
             parent.children[rendered] = child
             self._place(parent)
             self._start(child)
+        elif possible:
+            parent.held[rendered] = draft
+
+    def _bet(self, parent: Branch, child: Branch) -> Bet:
+        since = self._executing_since
+        return Bet(
+            probability=parent.probability * child.draft,
+            commands=tuple(exchange.command for exchange in child.history[len(self._committed.history) :]),
+            elapsed=0.0 if since is None else anyio.current_time() - since,
+            running=self._seats.running,
+        )
+
+    def _record(self, parent: Branch, rendered: Tokens, draft: Draft, admitted: bool) -> None:
+        """A draft that is proposed again keeps the moment when it first came."""
+        before = parent.drafts.get(rendered)
+        if before is not None:
+            seconds = before.seconds
+        else:
+            seconds = 0.0 if parent.asked_at is None else anyio.current_time() - parent.asked_at
+        parent.drafts[rendered] = DraftRecord(draft.predictor, draft.probability, seconds, admitted, False)
 
     # What a branch stands on.
 

@@ -20,8 +20,8 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from obsspec.errors import InputError
-from obsspec.predictors.rates import Rate
-from obsspec.predictors.shell import effect
+from obsspec.rates import Rate
+from obsspec.shell import effect
 from obsspec.types import Draft, Exchange, Observation, Query
 
 LEVELS = ("history", "state", "recent", "task", "neighbour", "command")

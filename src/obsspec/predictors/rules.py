@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from obsspec.predictors.harness import SANDBOX, Harness
 from obsspec.predictors.prefixes import Prefixes
-from obsspec.predictors.rates import Rate
 from obsspec.predictors.session import Session
-from obsspec.predictors.shell import effect, parse
+from obsspec.rates import Rate
+from obsspec.shell import effect, parse
 from obsspec.types import Draft, Observation, Query
 
 PRIORS: Mapping[str, float] = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from posixpath import basename, isabs, join, normpath
 
 from obsspec.predictors.harness import Harness
-from obsspec.predictors.shell import Redirection, Simple, effect, effect_of, names, parse
+from obsspec.shell import Redirection, Simple, effect, effect_of, names, parse
 from obsspec.types import Exchange
 
 _SILENT = names("cd chmod chown cp export gzip gunzip ln mkdir mv rm rmdir set sleep tar touch truncate unset") | {
