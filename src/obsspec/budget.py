@@ -37,14 +37,27 @@ class Seats:
         """``count``: how many requests the server runs at once; at least 1."""
         if count < 1:
             raise ValueError(f"a policy server has at least one seat, not {count}")
-        self._free = count
+        self._count = count
         self._holding: set[Claimant] = set()
         self._waiting: dict[Claimant, anyio.Event] = {}
+        self._others = 0
+        self._queued = 0
 
     @property
     def running(self) -> int:
-        """How many are held."""
-        return len(self._holding)
+        """How many seats are taken, by others too."""
+        return len(self._holding) + self._others
+
+    def report(self, running: int, waiting: int) -> None:
+        """What the server says of everybody's requests, where other processes use it as well.
+
+        Speculation keeps off the seats that others take, and gives seats up while requests wait in the server itself.
+        To be called every now and then.
+        """
+        self._others = max(0, running - len(self._holding))
+        self._queued = waiting
+        self.reconsider()
+        self._suspend(waiting)
 
     @asynccontextmanager
     async def seat(self, claimant: Claimant) -> AsyncIterator[None]:
@@ -58,23 +71,29 @@ class Seats:
         finally:
             if claimant in self._holding:
                 self._holding.remove(claimant)
-                self._free += 1
             else:
                 del self._waiting[claimant]
             self.reconsider()
 
     def reconsider(self) -> None:
         """Hands free seats out and suspends for real work. To be called whenever a rank has changed."""
-        while self._free >= 1 and self._waiting:
+        while self._waiting:
             claimant = min(self._waiting, key=lambda waiting: waiting.rank)
+            real = claimant.rank[0] == 0
+            if not (self._has_room() if real else self._has_room(self._others) and not self._queued):
+                break
             self._holding.add(claimant)
-            self._free -= 1
             self._waiting.pop(claimant).set()
         real_waiting = sum(waiting.rank[0] == 0 for waiting in self._waiting)
-        if not real_waiting:
-            return
-        leaving = sum(holder.leaving for holder in self._holding)
+        if real_waiting:
+            self._suspend(real_waiting - sum(holder.leaving for holder in self._holding))
+
+    def _suspend(self, most: int) -> None:
+        """Tells the least valuable speculative holders to go, at most so many."""
         suspendable = [holder for holder in self._holding if holder.rank[0] > 0 and not holder.leaving]
         suspendable.sort(key=lambda holder: holder.rank, reverse=True)
-        for holder in suspendable[: max(0, real_waiting - leaving)]:
+        for holder in suspendable[: max(0, most)]:
             holder.suspend()
+
+    def _has_room(self, others: int = 0) -> bool:
+        return len(self._holding) + others + 1 <= self._count

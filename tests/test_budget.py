@@ -1,0 +1,129 @@
+"""Seats: who gets one, who gives one up, and what other processes change."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import pytest
+import trio
+import trio.testing
+from anyio.abc import TaskGroup
+
+from obsspec import Seats
+
+
+def virtually(function: Callable[[], Awaitable[Any]]) -> Any:
+    return trio.run(function, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+class Request:
+    """Holds a seat until it is told to go, or suspended."""
+
+    def __init__(self, seats: Seats, depth: int, probability: float = 1.0) -> None:
+        self.rank = (float(depth), -probability)
+        self.holds = False
+        self._seats = seats
+        self._scope = anyio.CancelScope()
+
+    @property
+    def leaving(self) -> bool:
+        return self._scope.cancel_called
+
+    def suspend(self) -> None:
+        self._scope.cancel()
+
+    async def start(self, group: TaskGroup) -> Request:
+        group.start_soon(self._run)
+        await anyio.wait_all_tasks_blocked()
+        return self
+
+    async def _run(self) -> None:
+        with self._scope:
+            async with self._seats.seat(self):
+                self.holds = True
+                await anyio.sleep_forever()
+        self.holds = False
+
+
+def test_free_seats_go_to_real_work_first_and_then_to_what_is_likeliest() -> None:
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            seats = Seats(2)
+            first = await Request(seats, 0).start(group)
+            second = await Request(seats, 0).start(group)
+            unlikely = await Request(seats, 1, 0.2).start(group)
+            likely = await Request(seats, 1, 0.9).start(group)
+            deep = await Request(seats, 2, 1.0).start(group)
+            real = await Request(seats, 0).start(group)
+            waiting = [unlikely, likely, deep, real]
+            assert [each.holds for each in waiting] == [False] * 4
+            order = []
+            for leaving in (first, second, real, likely):
+                leaving.suspend()
+                await anyio.wait_all_tasks_blocked()
+                (granted,) = (each for each in waiting if each.holds and each not in order)
+                order.append(granted)
+            assert order == [real, likely, unlikely, deep]
+            group.cancel_scope.cancel()
+
+    virtually(main)
+
+
+def test_real_work_takes_the_seat_of_the_least_likely_branch() -> None:
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            seats = Seats(3)
+            branches = [await Request(seats, 1, probability).start(group) for probability in (0.9, 0.1, 0.5)]
+            real = await Request(seats, 0).start(group)
+            assert real.holds
+            assert [branch.holds for branch in branches] == [True, False, True]
+            assert seats.running == 3
+            group.cancel_scope.cancel()
+
+    virtually(main)
+
+
+def test_speculation_keeps_off_the_seats_that_other_processes_take() -> None:
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            seats = Seats(4)
+            seats.report(running=3, waiting=0)
+            branch = await Request(seats, 1).start(group)
+            another = await Request(seats, 1, 0.5).start(group)
+            assert (branch.holds, another.holds) == (True, False)
+            real = await Request(seats, 0).start(group)
+            assert real.holds, "real work queues in the server, among the others' real work"
+            seats.report(running=2, waiting=0)
+            await anyio.wait_all_tasks_blocked()
+            assert another.holds
+            assert seats.running == 3
+            group.cancel_scope.cancel()
+
+    virtually(main)
+
+
+def test_speculation_gives_way_to_requests_that_wait_in_the_server() -> None:
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            seats = Seats(4)
+            likely = await Request(seats, 1, 0.9).start(group)
+            unlikely = await Request(seats, 1, 0.1).start(group)
+            seats.report(running=4, waiting=1)
+            await anyio.wait_all_tasks_blocked()
+            assert (likely.holds, unlikely.holds) == (True, False)
+            later = await Request(seats, 1, 1.0).start(group)
+            assert not later.holds, "nothing new begins while others wait"
+            seats.report(running=2, waiting=0)
+            await anyio.wait_all_tasks_blocked()
+            assert later.holds
+            group.cancel_scope.cancel()
+
+    virtually(main)
+
+
+@pytest.mark.parametrize("count", [0, -1, 0.5])
+def test_a_server_without_seats_is_refused(count: float) -> None:
+    with pytest.raises(ValueError, match="at least one seat"):
+        Seats(count)
