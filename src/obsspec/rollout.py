@@ -45,8 +45,8 @@ async def rollouts(
     `obsspec.reports.progress`). A rollout that breaks is a Failure in the result and does not disturb the others;
     what ``finished`` raises ends them all.
     """
-    if concurrency < 1:
-        raise ValueError(f"concurrency must be at least 1, not {concurrency}")
+    if not isinstance(concurrency, int) or concurrency < 1:
+        raise ValueError(f"concurrency must be a whole number of at least 1, not {concurrency!r}")
     pending = enumerate(jobs)
     results: dict[int, Trajectory | Failure] = {}
     broken: list[Exception] = []

@@ -85,8 +85,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, least in (("depth", 0), ("breadth", 1), ("max_turns", 1), ("max_context", 1), ("retries", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
 class Branch:
@@ -250,6 +251,8 @@ class Rollout:
         """What the action's execution printed. The branch whose draft said so is kept, every other is discarded."""
         if self._executing_since is None:
             raise RuntimeError("observe() was called without an action: call act() first")
+        if not isinstance(observation, Observation) or not isinstance(observation.text, str):
+            raise TypeError(f"observe() takes an Observation of text, not {observation!r:.200}")
         executing = self._interval(self._executing_since)
         self._executing_since = None
         branch = self._committed
@@ -424,6 +427,8 @@ class Rollout:
                     branch.generating.append(self._interval(began))
                 if (written := len(branch.generation.tokens)) > request.max_tokens:
                     raise ValueError(f"the policy wrote {written} tokens where max_tokens was {request.max_tokens}")
+                if finish not in ("stop", "length"):
+                    raise ValueError(f"the policy returned {finish!r} where it must be 'stop' or 'length'")
                 return finish
         return None
 

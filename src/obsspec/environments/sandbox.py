@@ -124,7 +124,7 @@ async def open_sandbox(task: Task, limits: Limits | None = None) -> AsyncIterato
                 yield sandbox
             except Exception as error:  # Kept from the task group, which would wrap it.
                 failure = error
-        except InputError as error:
+        except (InputError, OSError) as error:
             failure = error
         except RuntimeError as error:
             failure = InputError(
@@ -146,6 +146,8 @@ class Sandbox:
         self._task = task
         self._limits = limits
         self._process: Process | None = None
+        self._pipes: list[int] = []
+        """Our ends."""
         self._capture = Capture()
         self._pending_events = b""
         self._said = "its processes were killed"
@@ -328,11 +330,22 @@ class Sandbox:
         return shell
 
     async def _start(self) -> None:
-        commands, self._commands = os.pipe()
-        self._events, events = os.pipe()
-        self._output, output = os.pipe()
-        for descriptor in (self._commands, self._events, self._output):
-            os.set_blocking(descriptor, False)
+        theirs: list[int] = []
+        try:
+            for they_read in (True, False, False):
+                reading, writing = os.pipe()
+                theirs.append(reading if they_read else writing)
+                self._pipes.append(writing if they_read else reading)
+                os.set_blocking(self._pipes[-1], False)
+            self._commands, self._events, self._output = self._pipes
+            self._process = await self._launch(*theirs)
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
+        await self._event("ready")  # A command cancelled before that would take the start down with it.
+
+    async def _launch(self, commands: int, events: int, output: int) -> Process:
+        """The sandbox's first process, with its ends of the pipes."""
         with suppress(OSError):  # A user may have too many large pipes already; it is only faster.
             fcntl.fcntl(self._output, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         root = os.geteuid() == 0
@@ -348,22 +361,17 @@ class Sandbox:
         environment = _ENVIRONMENT | {"OUTER": outer, "INNER": _INNER.format(**numbers)}
         if root:
             environment["BECOME_AGENT"] = f"setpriv --reuid {uid} --regid {uid} --clear-groups --bounding-set=-all"
-        try:
-            self._process = await anyio.open_process(
-                [
-                    *_bubblewrap_arguments(self._limits, environment, root),
-                    *("bash", "--norc", "--noprofile", "-c", _PREPARE.format(uid=uid, seen=_SEEN_UID)),
-                ],
-                stdin=None,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=(commands, events, output),
-                start_new_session=True,  # Ctrl-C is for us, who then end the sandbox in order.
-            )
-        finally:
-            for descriptor in (commands, events, output):
-                os.close(descriptor)
-        await self._event("ready")  # A command cancelled before that would take the start down with it.
+        return await anyio.open_process(
+            [
+                *_bubblewrap_arguments(self._limits, environment, root),
+                *("bash", "--norc", "--noprofile", "-c", _PREPARE.format(uid=uid, seen=_SEEN_UID)),
+            ],
+            stdin=None,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=(commands, events, output),
+            start_new_session=True,  # Ctrl-C is for us, who then end the sandbox in order.
+        )
 
     async def _stop(self) -> None:
         if self._process is not None:
@@ -371,7 +379,7 @@ class Sandbox:
             # for it and ends: no process is left to somebody who may not clear it away.
             _signal(_children(self._process.pid) or {self._process.pid}, signal.SIGKILL)
             await self._process.aclose()
-        for descriptor in (self._commands, self._events, self._output):
+        for descriptor in self._pipes:
             os.close(descriptor)
 
 

@@ -150,7 +150,10 @@ class RunDirectory:
             with self._failures.open("ab", buffering=0) as stream:
                 append_durably(stream, json.dumps(asdict(line)).encode() + b"\n")
         except OSError as error:
-            raise InputError(f"{self._failures}: {error.strerror}; make room and go on with --resume") from None
+            raise InputError(
+                f"{self._failures}: {error.strerror}, while {line.task} seed {line.seed} broke with {line.error}; "
+                "go on with --resume"
+            ) from None
 
 
 @contextmanager
