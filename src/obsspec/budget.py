@@ -38,7 +38,8 @@ class Seats:
         if not count >= 1:  # Also where it is not a number.
             raise ValueError(f"a policy server has at least one seat, not {count}")
         self._count = count
-        self._holding: set[Claimant] = set()
+        self._holding: dict[Claimant, None] = {}
+        """In the order in which they got their seats, so that ties are settled alike in every run."""
         self._waiting: dict[Claimant, anyio.Event] = {}
         self._others = 0
         self._queued = 0
@@ -70,7 +71,7 @@ class Seats:
             yield
         finally:
             if claimant in self._holding:
-                self._holding.remove(claimant)
+                del self._holding[claimant]
             else:
                 del self._waiting[claimant]
             self.reconsider()
@@ -82,7 +83,7 @@ class Seats:
             real = claimant.rank[0] == 0
             if not (self._has_room() if real else self._has_room(self._others) and not self._queued):
                 break
-            self._holding.add(claimant)
+            self._holding[claimant] = None
             self._waiting.pop(claimant).set()
         real_waiting = sum(waiting.rank[0] == 0 for waiting in self._waiting)
         if real_waiting:
