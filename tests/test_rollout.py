@@ -120,6 +120,12 @@ def test_outcomes(drafts: Any, settings: Any, outcome: str) -> None:
     assert [turn.observation and turn.observation.text for turn in trajectory.turns] == ["out", None]
 
 
+def test_a_draft_that_came_true_no_longer_counts_as_uncertain() -> None:
+    policy, drafts = commands(*"abcdef", "done"), Drafts(((0.1, Draft("out", 0.5)),))
+    trajectory = run(policy, drafts, printing("out"), gate=Threshold(0.4))
+    assert [turn.outcome for turn in trajectory.turns] == ["hit"] * 6 + ["off"]
+
+
 def test_a_predictor_that_raises_is_a_failed_turn() -> None:
     class Raising(Drafts):
         async def predict(self, query: Query, propose: Callable[[Draft], None]) -> None:

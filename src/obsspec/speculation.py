@@ -295,7 +295,7 @@ class Rollout:
     def _commit(self, branch: Branch) -> None:
         """Everything on the branch comes one observation closer to what is known, and may now look further ahead."""
         self._committed = branch
-        branch.draft = 1.0
+        branch.draft = branch.probability = 1.0
         self._place(branch)
         self._seats.reconsider()
 
