@@ -38,7 +38,8 @@ class Seats:
         if count < 1:
             raise ValueError(f"a policy server has at least one seat, not {count}")
         self._free = count
-        self._holding: set[Claimant] = set()
+        self._holding: dict[Claimant, None] = {}
+        """In the order in which they got their seats, so that ties are settled alike in every run."""
         self._waiting: dict[Claimant, anyio.Event] = {}
 
     @asynccontextmanager
@@ -52,7 +53,7 @@ class Seats:
             yield
         finally:
             if claimant in self._holding:
-                self._holding.remove(claimant)
+                del self._holding[claimant]
                 self._free += 1
             else:
                 del self._waiting[claimant]
@@ -62,7 +63,7 @@ class Seats:
         """Hands free seats out and suspends for real work. To be called whenever a rank has changed."""
         while self._free >= 1 and self._waiting:
             claimant = min(self._waiting, key=lambda waiting: waiting.rank)
-            self._holding.add(claimant)
+            self._holding[claimant] = None
             self._free -= 1
             self._waiting.pop(claimant).set()
         real_waiting = sum(waiting.rank[0] == 0 for waiting in self._waiting)
