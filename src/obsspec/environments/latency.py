@@ -84,7 +84,9 @@ def read_latency(file: str, name: str, option: str = "") -> Latency:
             pairs = sorted((float(probability), float(value)) for probability, value in found["quantiles"].items())
             latency = Latency(tuple(pairs), f"quantiles of {file}:{name}")
     except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
-        raise InputError(f"{option}{file}: {name!r} is neither a list of seconds nor an object with quantiles") from None
+        raise InputError(
+            f"{option}{file}: {name!r} is neither a list of seconds nor an object with quantiles"
+        ) from None
     if not latency.quantiles or any(not 0 <= value < math.inf for _, value in latency.quantiles):
         raise InputError(f"{option}{file}: {name!r} must hold seconds of 0 or more")
     if any(not 0 <= probability <= 1 for probability, _ in latency.quantiles):
