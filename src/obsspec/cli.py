@@ -44,6 +44,7 @@ notes = Console(stderr=True, markup=False, emoji=False, highlight=False)
 _BAD_INPUT = 2
 _LARGEST_SEED = 2**63 - 1
 _LOCAL_EXTRA = ("torch", "transformers", "tokenizers", "peft", "safetensors", "gguf", "accelerate", "huggingface_hub")
+_LAB_EXTRA = ("trio", "pyarrow", "plotly")
 
 
 class Interruption(Exception):  # noqa: N818 -- nothing went wrong
@@ -246,6 +247,61 @@ def demo(
         raise typer.Exit(1)
 
 
+lab = typer.Typer(
+    help="What speculation would do on a workload: the engine in virtual time, between simulated parts.",
+    no_args_is_help=True,
+)
+app.add_typer(lab, name="lab")
+
+
+@lab.command("run")
+def lab_run(
+    config: Annotated[str, typer.Argument(help="A TOML file, or a shipped workload by its name.")],
+    directory: Annotated[
+        Path | None, typer.Option("--output", help="Directory for `points.parquet` and `points.html`, a plot.")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Cores to use; all if not given.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate every point of a workload's grid; without a grid, the workload under every schedule."""
+    from obsspec.lab.report import points_table, rows, write
+    from obsspec.lab.run import grid, run
+    from obsspec.reports.tables import counting
+
+    points = grid(config)
+    if directory is not None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--output {directory}: {error.strerror}; choose a directory") from None
+    with (
+        _interruptible("nothing was written, as the points belong together; the same command starts over"),
+        counting(notes, "points", len(points)) as advance,
+    ):
+        figures = run(points, advance, processes)
+    results = rows(points, figures)
+    if directory is not None:
+        write(results, directory, config)
+    if as_json:
+        _print_json({"config": config, "points": results})
+    else:
+        output.width = max(output.width, 120)  # A narrow terminal wraps lines; it must not cut figures short.
+        _print(points_table(results, config))
+
+
+@lab.command("list")
+def lab_list(as_json: Json = False) -> None:
+    """The workloads that come with the package, and the schedules under which they can be run."""
+    from obsspec.lab.report import names_tables
+    from obsspec.lab.schedules import SCHEDULES
+    from obsspec.lab.workload import names
+
+    if as_json:
+        _print_json({"workloads": names(), "schedules": {name: each.what for name, each in SCHEDULES.items()}})
+    else:
+        _print(names_tables())
+
+
 @contextmanager
 def _writable(file: Path) -> Iterator[None]:
     try:
@@ -321,6 +377,8 @@ def main() -> None:
             print("obsspec: interrupted", file=sys.stderr)
         elif error.name in _LOCAL_EXTRA:
             code = _complain(f"models in this process need {error.name}: pip install 'obsspec[local]'")
+        elif error.name in _LAB_EXTRA:
+            code = _complain(f"the lab needs {error.name}: pip install 'obsspec[lab]'")
         else:
             raise
     except OSError as error:  # Of the machine rather than of an option: no room, no descriptors, a name too long.

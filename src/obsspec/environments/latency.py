@@ -61,35 +61,36 @@ def parse_latency(text: str) -> Latency | None:
     try:
         seconds = float(text)
     except ValueError:
-        return _from_file(text)
+        file, _, name = text.rpartition(":")
+        if not file:
+            raise InputError(f"--latency {text}: give seconds, or FILE.json:NAME") from None
+        return read_latency(file, name, "--latency ")
     if not 0 <= seconds < math.inf:
         raise InputError(f"--latency {text}: seconds must be 0 or more")
     return fixed(seconds) if seconds else None
 
 
-def _from_file(text: str) -> Latency:
-    file, _, name = text.rpartition(":")
-    if not file:
-        raise InputError(f"--latency {text}: give seconds, or FILE.json:NAME")
+def read_latency(file: str, name: str, option: str = "") -> Latency:
+    """What ``name`` leads to in such a file. Raises InputError, whose message begins with ``option``."""
     try:
         content = json.loads(Path(file).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"--latency {file}: {getattr(error, 'strerror', None) or 'not JSON'}") from None
+        raise InputError(f"{option}{file}: {getattr(error, 'strerror', None) or 'not JSON'}") from None
     try:
         found: Any = content.get(name, content.get("tool_call", {}).get(name))
         if isinstance(found, list):
-            latency = recorded([float(value) for value in found], text)
+            latency = recorded([float(value) for value in found], f"{file}:{name}")
         else:
             pairs = sorted((float(probability), float(value)) for probability, value in found["quantiles"].items())
-            latency = Latency(tuple(pairs), f"quantiles of {text}")
+            latency = Latency(tuple(pairs), f"quantiles of {file}:{name}")
     except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
         raise InputError(
-            f"--latency {file}: {name!r} is neither a list of seconds nor an object with quantiles"
+            f"{option}{file}: {name!r} is neither a list of seconds nor an object with quantiles"
         ) from None
     if not latency.quantiles or any(not 0 <= value < math.inf for _, value in latency.quantiles):
-        raise InputError(f"--latency {file}: {name!r} must hold seconds of 0 or more")
+        raise InputError(f"{option}{file}: {name!r} must hold seconds of 0 or more")
     if any(not 0 <= probability <= 1 for probability, _ in latency.quantiles):
-        raise InputError(f"--latency {file}: {name!r} must have probabilities from 0 to 1")
+        raise InputError(f"{option}{file}: {name!r} must have probabilities from 0 to 1")
     return latency
 
 

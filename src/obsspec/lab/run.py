@@ -1,0 +1,201 @@
+"""Running a grid of workloads and schedules: every point in virtual time, on all cores."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import trio
+import trio.testing
+
+from obsspec.errors import InputError
+from obsspec.lab.schedules import SCHEDULES
+from obsspec.lab.server import serving
+from obsspec.lab.workload import Workload, merged, names, read, validated
+from obsspec.lab.world import Opening
+from obsspec.rollout import rollouts
+from obsspec.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What came out of one point, over all its rollouts. Seconds are virtual where not said otherwise."""
+
+    rollouts: int
+    concurrency: int
+    mean_latency: float
+    """Agent latency of a rollout; waiting for its place among the concurrent ones is not in it."""
+    makespan: float
+    """From the first request to the end of the last rollout."""
+    tool_calls: int
+    attempted: int
+    """Tool calls whose observation the predictor was asked for."""
+    drafted: int
+    """Tool calls for which a draft came before the observation."""
+    hits: int
+    tool_seconds: float
+    generation_seconds: float
+    """The policy's work on generations that were kept, their waiting at the server included."""
+    hidden_seconds: float
+    kept_tokens: int
+    wasted_tokens: int
+    """Of branches that were discarded."""
+    busy_seconds: float
+    """In which the policy server prefilled or decoded."""
+    cpu_seconds: float
+    """Real ones, of the processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One point of a grid."""
+
+    keys: dict[str, Any]
+    """What the grid says of it: key to value."""
+    workload: Workload
+
+
+def grid(config: str) -> list[Point]:
+    """The points of a configuration: the product of all that its ``[grid]`` table lists, under dotted keys.
+
+    One that neither lists schedules nor names one is run under each of them. Raises InputError.
+    """
+    content = read(config)
+    axes = dict(_axes(config, content.pop("grid", {})))
+    if "schedule" not in axes and "schedule" not in content:
+        axes["schedule"] = list(SCHEDULES)
+    points = []
+    for values in itertools.product(*axes.values()):
+        keys = dict(zip(axes, values, strict=True))
+        base = keys.get("base")
+        if base is not None and base not in names():
+            raise InputError(f"{config}: grid.base: no workload {base!r}; take one of {', '.join(names())}")
+        point = content if base is None else merged(read(base), content)
+        for key, value in keys.items():
+            if key != "base":
+                point = merged(point, _nested(key, value))
+        workload = validated(point, config)
+        if workload.schedule not in SCHEDULES:
+            raise InputError(f"{config}: schedule: no {workload.schedule!r}; take one of {', '.join(SCHEDULES)}")
+        points.append(Point(keys, workload))
+    return points
+
+
+def _axes(config: str, table: Any, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
+    if not isinstance(table, dict):
+        raise InputError(f"{config}: grid: make it a table of keys, each with a list of values")
+    for key, values in table.items():
+        if isinstance(values, dict):
+            yield from _axes(config, values, f"{prefix}{key}.")
+        elif isinstance(values, list) and values:
+            yield prefix + key, values
+        else:
+            raise InputError(f"{config}: grid.{prefix}{key}: make it a list of values")
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value  # type: ignore[no-any-return]
+
+
+def simulate(workload: Workload) -> Figures:
+    """Runs the product's engine on a workload in virtual time. The same workload always gives the same figures."""
+    with _reproducible_trio():
+        return trio.run(_simulate, workload, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+async def _simulate(workload: Workload) -> Figures:
+    schedule = SCHEDULES[workload.schedule]
+    world = schedule.world(workload)
+    began = time.process_time()
+    async with serving(schedule.server(world)) as server:
+        speculator = schedule.speculator(world, server)
+        start = trio.current_time()
+        results = await rollouts(speculator, world.jobs(), Opening(world), workload.active)
+        makespan = trio.current_time() - start
+    trajectories = [result for result in results if isinstance(result, Trajectory)]
+    if len(trajectories) < len(results):
+        raise RuntimeError(next(result for result in results if not isinstance(result, Trajectory)).error)
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    outcomes = [turn.outcome for turn in turns]
+    return Figures(
+        rollouts=len(trajectories),
+        concurrency=workload.active,
+        mean_latency=sum(trajectory.seconds for trajectory in trajectories) / len(trajectories),
+        makespan=makespan,
+        tool_calls=len(turns),
+        attempted=sum(outcome != "off" for outcome in outcomes),
+        drafted=sum(outcome in ("hit", "miss", "gated") for outcome in outcomes),
+        hits=outcomes.count("hit"),
+        tool_seconds=sum(turn.executing.seconds for turn in turns if turn.executing),
+        generation_seconds=sum(interval.seconds for turn in turns for interval in turn.generating),
+        hidden_seconds=sum(turn.hidden_seconds for turn in turns),
+        kept_tokens=sum(len(turn.generation.tokens) for turn in turns),
+        wasted_tokens=sum(turn.wasted_tokens for turn in turns),
+        busy_seconds=server.busy_seconds,
+        cpu_seconds=time.process_time() - began,
+    )
+
+
+@contextmanager
+def _reproducible_trio() -> Iterator[None]:
+    """Trio shuffles tasks that are ready at the same moment, on purpose. Its own testing tools switch that off so."""
+    scheduler: Any = trio._core._run
+    before = scheduler._ALLOW_DETERMINISTIC_SCHEDULING, scheduler._r
+    scheduler._ALLOW_DETERMINISTIC_SCHEDULING, scheduler._r = True, Random(0)
+    try:
+        yield
+    finally:
+        scheduler._ALLOW_DETERMINISTIC_SCHEDULING, scheduler._r = before
+
+
+def run(points: list[Point], advance: Callable[[], None], processes: int | None = None) -> list[Figures]:
+    """The figures of all points, in their order, on ``processes`` cores: all of them by default.
+
+    Leaves no process behind however it ends. Raises InputError where the system killed one.
+    """
+    done = []
+    with _workers(min(processes or len(os.sched_getaffinity(0)), len(points))) as workers:
+        try:
+            for figures in workers([point.workload for point in points]):
+                done.append(figures)
+                advance()
+        except BrokenProcessPool:
+            raise InputError("the system killed a process, perhaps for want of memory: use fewer --processes") from None
+    return done
+
+
+_ENDING = {signal.SIGINT, signal.SIGTERM}
+
+
+@contextmanager
+def _workers(processes: int) -> Iterator[Callable[[list[Workload]], Iterator[Figures]]]:
+    """Simulates in processes that end with the block. Being told to end is for this process alone: they inherit that
+    it is blocked."""
+    others = set(multiprocessing.active_children())
+    executor = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+
+    def start(workloads: list[Workload]) -> Iterator[Figures]:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        try:
+            return executor.map(simulate, workloads)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+
+    try:
+        yield start
+    finally:
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+        executor.shutdown(cancel_futures=True)

@@ -1,0 +1,150 @@
+"""The simulated parts around the engine: what is said, what the tools do, and what the world model guesses.
+
+All are pure functions of the workload's seed, the rollout and the turn, so every schedule meets the same rollouts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from random import Random
+from zlib import crc32
+
+import anyio
+
+from obsspec.context import Tokens
+from obsspec.lab.server import STOP, SimulatedPolicyServer
+from obsspec.lab.workload import Workload
+from obsspec.types import Action, Draft, Generation, Observation, Query, Request, Step, Task
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What happens in a workload, whatever the schedule."""
+
+    workload: Workload
+
+    def jobs(self) -> list[tuple[Task, int]]:
+        """A task of its own for each rollout, named by its group and its place in it; groups follow one another."""
+        groups = self.workload.groups
+        size = math.ceil(self.workload.rollouts / groups)
+        return [(Task(f"{number // size}.{number % size}", "work"), number) for number in range(self.workload.rollouts)]
+
+    def tool_seconds(self, task: str, turn: int) -> float:
+        tool = self.workload.tool
+        factor = 1.0
+        if tool.group_sigma:
+            group = task.partition(".")[0]
+            factor = math.exp(tool.group_sigma * self._random("group", group).gauss() - tool.group_sigma**2 / 2)
+        return factor * tool.seconds.sample(self._random("tool", task, turn).random()) + tool.overhead
+
+    def observation(self, task: str, turn: int) -> str:
+        return f"{task}/{turn}"
+
+    def observation_tokens(self, text: str) -> int:
+        return max(1, round(self.workload.lengths.observation.sample(self._random("length", text).random())))
+
+    def generation_tokens(self, request: Request) -> int:
+        """Depends on the context through what was observed last: its first token stands for its text."""
+        generation, observed = self.workload.generation, request.context.segment.tokens[0]
+        uniform = self._random("generation", request.seed, request.turn, observed).random()
+        if generation.tokens is not None:
+            return max(1, round(generation.tokens.sample(uniform)))
+        assert generation.seconds is not None
+        return max(1, round(generation.seconds.sample(uniform) / self.workload.server.costs.step(1)))
+
+    def drafts(self, task: str, turn: int) -> tuple[tuple[float, bool], ...]:
+        """The chance of each, and whether it is exact: at most one is."""
+        predictor = self.workload.predictor
+        uniform = self._random("drafts", task, turn).random()
+        drafts, below = [], 0.0
+        for chance in (predictor.chance(self.tool_seconds(task, turn)), *predictor.further):
+            drafts.append((chance, below <= uniform < below + chance))
+            below += chance
+        return tuple(drafts)
+
+    def _random(self, *key: object) -> Random:
+        return Random(f"{self.workload.seed}/{key}")
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedChat:
+    """A ``types.Chat``: every generation is an action, and an observation is as long as the world says."""
+
+    world: World
+    stop: Tokens = (STOP,)
+
+    def start(self, instruction: str) -> Tokens:
+        return (1,) * self.world.workload.lengths.prompt
+
+    def parse(self, generation: Generation) -> Step:
+        return Action("work")
+
+    def observe(self, generation: Generation, text: str) -> Tokens:
+        return (crc32(text.encode()), *(1,) * (self.world.observation_tokens(text) - 1))
+
+
+@dataclass(slots=True)
+class SimulatedTools:
+    """A ``types.Environment``."""
+
+    world: World
+    task: str
+    turn: int = 0
+
+    async def execute(self, command: str) -> Observation:
+        turn, self.turn = self.turn, self.turn + 1
+        seconds = self.world.tool_seconds(self.task, turn)
+        await anyio.sleep(seconds)
+        return Observation(self.world.observation(self.task, turn), seconds, 0)
+
+    async def score(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Opens a world's tools, for `obsspec.rollouts`."""
+
+    world: World
+
+    @asynccontextmanager
+    async def __call__(self, task: Task) -> AsyncIterator[SimulatedTools]:
+        yield SimulatedTools(self.world, task.id)
+
+
+class SimulatedWorldModel:
+    """A ``types.Predictor`` that is right as often as the workload says, and says so of every draft.
+
+    Its drafts come from a server of its own, or from the policy's, at the policy's pace.
+    """
+
+    def __init__(self, world: World, policy_server: SimulatedPolicyServer, always_wrong: bool = False) -> None:
+        """``always_wrong``: whatever it says of them, no draft is exact."""
+        workload = world.workload
+        self._world = world
+        self._always_wrong = always_wrong
+        self._seconds = workload.predictor_seconds
+        self._seats = anyio.CapacityLimiter(workload.predictor.seats)
+        self._shared = policy_server if workload.predictor.server == "shared" else None
+        self._steps = math.ceil(self._seconds / workload.server.costs.step(1))
+
+    async def predict(self, query: Query, propose: Callable[[Draft], None]) -> None:
+        turn = len(query.history)
+        if self._shared is not None and self._steps:
+            await self._shared.work(self._steps, priority=1)
+        elif self._seconds:
+            async with self._seats:
+                await anyio.sleep(self._seconds)
+        truth = self._world.observation(query.task, turn)
+        for place, (chance, exact) in enumerate(self._world.drafts(query.task, turn)):
+            exact = exact and not self._always_wrong
+            propose(Draft(truth if exact else f"{truth} but {place}", chance, "simulated"))
+
+    async def prepare(self, query: Query) -> None:
+        """Nothing: its delay counts from the question."""
+
+    def learn(self, query: Query, observation: Observation) -> None:
+        """Nothing: it is as good as the workload says."""
