@@ -27,7 +27,7 @@ from obsspec import (
     Turn,
     rollout,
 )
-from obsspec.gate import Calibration, ToolTimes
+from obsspec.gate import Calibration, StepTimes, ToolTimes
 from obsspec.testing import ScriptedChat, ScriptedEnvironment, ScriptedPolicy, decode
 from obsspec.types import DraftRecord, Interval
 
@@ -45,7 +45,7 @@ def turn(command: str, seconds: float, generation: float = 1.0, *drafts: DraftRe
 
 
 def learned(*turns: Turn, slowdown: float = 0.03) -> ExpectedValue:
-    gate = ExpectedValue(slowdown)
+    gate = ExpectedValue(step_times=StepTimes(slowdown))
     for each in turns:
         gate.learn(each)
     return gate
@@ -58,8 +58,8 @@ def bet(probability: float, *commands: str, elapsed: float = 0.0, running: int =
 def test_an_idle_server_takes_what_is_at_all_likely_and_a_busy_one_what_pays() -> None:
     gate = learned(*[turn("make", 5.0)] * 20)
     assert gate.admits(bet(0.1, "make", running=1))
-    assert not gate.admits(bet(0.1, "make", running=64))
-    assert gate.admits(bet(0.6, "make", running=64))
+    assert not gate.admits(bet(0.6, "make", running=64))
+    assert gate.admits(bet(0.7, "make", running=64))
     assert not gate.admits(bet(0.0, "make", running=1))
     free = learned(*[turn("make", 5.0)] * 20, slowdown=0.0)
     assert free.admits(bet(0.001, "make", running=10_000))
@@ -112,6 +112,24 @@ def test_probabilities_are_those_that_came_true() -> None:
     assert calibration.probability("boasts", 0.95) > 0.9, "it follows a predictor that gets better"
 
 
+@pytest.mark.parametrize("slowdown", [0.0, 0.01, 0.1, 1.0])
+def test_it_finds_out_how_much_requests_slow_each_other_down(slowdown: float) -> None:
+    random, times = Random(2), StepTimes()
+    for _ in range(300):
+        running = random.randint(1, 40)
+        times.learn(random.randint(5, 300), running, 0.02 * (1 + slowdown * running) * random.uniform(0.8, 1.2))
+    loaded, truly = 20 * times.slowdown(), 20 * slowdown
+    assert loaded / (1 + loaded) == pytest.approx(truly / (1 + truly), abs=0.06)
+
+
+def test_where_the_load_never_varies_it_stays_with_what_is_usual() -> None:
+    times = StepTimes(usual=0.05)
+    assert times.slowdown() == 0.05
+    for _ in range(100):
+        times.learn(100, 30, 0.05)
+    assert times.slowdown() == pytest.approx(0.05)
+
+
 def test_it_learns_from_turns(tmp_path: Path) -> None:
     draft = DraftRecord("memory", 0.9, 0.0, True, False)
     gate = learned(*[turn("make", 5.0, 2.0, draft)] * 100)
@@ -123,7 +141,7 @@ def test_it_learns_from_turns(tmp_path: Path) -> None:
     assert ExpectedValue.load(tmp_path / "gate.json") == gate
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", '{"slowdown": "high"}'])
+@pytest.mark.parametrize("content", [None, "", "[]", '{"turns": "many"}'])
 def test_what_is_no_gate_is_named(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "gate.json"
     if content is not None:
@@ -151,7 +169,7 @@ class Busy(ExpectedValue):
     """That of a server on which many others run."""
 
     def admits(self, bet: Bet) -> bool:
-        return super().admits(replace(bet, running=100))
+        return super().admits(replace(bet, running=20))
 
 
 def run(seconds: float) -> Trajectory:

@@ -43,11 +43,20 @@ class Seats:
         self._waiting: dict[Claimant, anyio.Event] = {}
         self._others = 0
         self._queued = 0
+        self._request_seconds = 0.0
+        self._counted_until = 0.0
 
     @property
     def running(self) -> int:
         """How many seats are taken, by others too."""
         return len(self._holding) + self._others
+
+    def request_seconds(self) -> float:
+        """The running requests, summed over the time so far: its increase in a second is how many ran on average."""
+        now = anyio.current_time()
+        self._request_seconds += self.running * (now - self._counted_until)
+        self._counted_until = now
+        return self._request_seconds
 
     def report(self, running: int, waiting: int) -> None:
         """What the server says of everybody's requests, where other processes use it as well.
@@ -55,6 +64,7 @@ class Seats:
         Speculation keeps off the seats that others take, and gives seats up while requests wait in the server itself.
         To be called every now and then.
         """
+        self.request_seconds()
         self._others = max(0, running - len(self._holding))
         self._queued = waiting
         self.reconsider()
@@ -71,6 +81,7 @@ class Seats:
             yield
         finally:
             if claimant in self._holding:
+                self.request_seconds()
                 del self._holding[claimant]
             else:
                 del self._waiting[claimant]
@@ -83,6 +94,7 @@ class Seats:
             real = claimant.rank[0] == 0
             if not (self._has_room() if real else self._has_room(self._others) and not self._queued):
                 break
+            self.request_seconds()
             self._holding[claimant] = None
             self._waiting.pop(claimant).set()
         real_waiting = sum(waiting.rank[0] == 0 for waiting in self._waiting)

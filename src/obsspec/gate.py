@@ -121,24 +121,69 @@ class ToolTimes:
 
 
 @dataclass
+class StepTimes:
+    """How much slower one more running request makes the policy server's decoding for every other one.
+
+    A decode step takes a + b * running seconds. a and b are fitted to the turns by least squares, weighted by tokens;
+    old turns fade, and where the load hardly varied ``usual`` prevails.
+    """
+
+    usual: float = 0.03
+    """b / a where nothing is known."""
+    weight: float = 0.0
+    running: float = 0.0
+    """Weighted mean, as the next one."""
+    seconds: float = 0.0
+    """Of a step."""
+    variance: float = 0.0
+    """Of the number of running requests, times the weight; the next one is its covariance with the step time."""
+    covariance: float = 0.0
+
+    def learn(self, tokens: int, running: float, seconds: float) -> None:
+        """``seconds`` for each of ``tokens`` while so many were ``running``."""
+        fade = 1 - _RECENT
+        self.weight = fade * self.weight + tokens
+        share = tokens / self.weight
+        apart, slower = running - self.running, seconds - self.seconds
+        self.running += share * apart
+        self.seconds += share * slower
+        self.variance = fade * self.variance + tokens * (1 - share) * apart * apart
+        self.covariance = fade * self.covariance + tokens * (1 - share) * apart * slower
+
+    def slowdown(self) -> float:
+        """b / a."""
+        if not self.weight:
+            return self.usual
+        # As if a few per cent of the tokens had been seen at no load and at twice the mean, and had been as usual.
+        guess = self.usual * self.seconds / (1 + self.usual * self.running)
+        more = _PRIOR_STEPS * self.weight * self.running**2
+        slope = (self.covariance + more * guess) / max(1e-12, self.variance + more)
+        slope = min(max(0.0, slope), 0.999 * self.seconds / max(1e-12, self.running))
+        return slope / max(1e-12, self.seconds - slope * self.running)
+
+
+@dataclass
 class ExpectedValue:
-    """Admits a draft where what its branch may save is worth what it costs: p * gain > (1 - p) * waste * price.
+    """Admits a draft where what its branch may save is worth what it costs:
+
+        p * gain * (1 - price) > (1 - p) * waste * price
 
     p is the calibrated probability. ``gain`` is how much of the next generation would lie under the tools that have to
     end first, less what would still lie there if the branch began only when the first of them ends. ``waste`` is how
-    long the branch would have run when it turns out wrong, and what any request costs. ``price`` is the time that the
-    other requests lose for each second of this one: where a decode step takes a + b * running seconds,
-    running * b / (a + b * running).
+    long the branch would have run when it turns out wrong, and what any request costs. ``price`` is the time that all
+    other requests together lose for each second of one more: running * b / (a + b * running), see `StepTimes`. The gain
+    shrinks with it as well, for a rollout that is ahead asks for its next generation sooner, and so slows the others:
+    with mean turn time C = Z + L * (a + b * n), where Z is the tools' and L the tokens' part and n = N * (C - Z) / C of
+    N rollouts generate, dC/dZ : dC/dL = 1 - price : C - Z.
 
     Meant to be shared by all rollouts of a process: what it has learned is in its fields, and can be saved.
     """
 
-    slowdown: float = 0.03
-    """b / a of the policy server: how much one more running request slows a single one down."""
     request_seconds: float = 0.02
     """What a request costs the server before its first token."""
     calibration: Calibration = field(default_factory=Calibration)
     tool_times: ToolTimes = field(default_factory=ToolTimes)
+    step_times: StepTimes = field(default_factory=StepTimes)
     generation_seconds: float = 1.0
     """Of a generation that was kept, on average over the last turns."""
     turns: int = 0
@@ -156,9 +201,9 @@ class ExpectedValue:
         hidden = self.tool_times.remaining(first, bet.elapsed, most, after)
         gain = hidden - min(most, after)
         waste = hidden + self.request_seconds
-        loaded = self.slowdown * bet.running
+        loaded = self.step_times.slowdown() * bet.running
         price = loaded / (1 + loaded)
-        return bet.probability * gain > (1 - bet.probability) * waste * price
+        return bet.probability * gain * (1 - price) > (1 - bet.probability) * waste * price
 
     def learn(self, turn: Turn) -> None:
         if isinstance(turn.step, Action) and turn.executing is not None:
@@ -168,6 +213,8 @@ class ExpectedValue:
         seconds = sum(interval.seconds for interval in turn.generating)
         self.turns += 1
         self.generation_seconds += (seconds - self.generation_seconds) * max(_RECENT, 1 / self.turns)
+        if tokens := len(turn.generation.tokens):
+            self.step_times.learn(tokens, turn.running, seconds / tokens)
 
     def save(self, file: Path) -> None:
         """Writes what it has learned as JSON, whole or not at all. Raises InputError where it cannot."""
@@ -206,7 +253,9 @@ _MOST_KINDS = 1000
 _LONGEST = 3600.0
 """Seconds. No tool is expected to take longer."""
 _RECENT = 0.02
-"""Weight of the latest generation in the average."""
+"""Weight of the latest turn in averages."""
+_PRIOR_STEPS = 0.02
+"""Share of the tokens that what is usual counts as much as."""
 
 
 def _tenth(probability: float) -> int:

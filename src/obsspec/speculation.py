@@ -111,6 +111,8 @@ class Branch:
         self.advanced = anyio.Event()
         """Set, and replaced, whenever ``depth`` falls."""
         self.generating: list[Interval] = []
+        self.request_seconds = 0.0
+        """All requests that ran in those intervals, summed over them."""
         self.asked_at: float | None = None
         """When the predictor was asked about ``step``."""
         self.predictor_failed = False
@@ -332,6 +334,7 @@ class Rollout:
     ) -> Turn:
         """The record of a branch whose observation is known now, or, without one, of the rollout's last branch."""
         assert branch.step is not None
+        seconds = sum(interval.seconds for interval in branch.generating)
         drafts = tuple(replace(record, exact=tokens == rendered) for tokens, record in branch.drafts.items())
         return Turn(
             generation=branch.generation,
@@ -342,6 +345,7 @@ class Rollout:
             outcome="hit" if hit and executing else self._outcome(branch, drafts),
             drafts=drafts,
             wasted_tokens=wasted,
+            running=branch.request_seconds / seconds if seconds else 0.0,
         )
 
     def _outcome(self, branch: Branch, drafts: tuple[DraftRecord, ...]) -> Outcome:
@@ -420,11 +424,12 @@ class Rollout:
                     priority=branch.depth,
                     rollout=f"{self._task}#{self._seed}",
                 )
-                began = anyio.current_time()
+                began, request_seconds = anyio.current_time(), self._seats.request_seconds()
                 try:
                     finish = await self._policy.generate(request, branch.emit)
                 finally:
                     branch.generating.append(self._interval(began))
+                    branch.request_seconds += self._seats.request_seconds() - request_seconds
                 if (written := len(branch.generation.tokens)) > request.max_tokens:
                     raise ValueError(f"the policy wrote {written} tokens where max_tokens was {request.max_tokens}")
                 if finish not in ("stop", "length"):

@@ -293,6 +293,8 @@ class Turn:
     """Tokens of the branches that this turn's observation discarded."""
     hidden_seconds: float = 0.0
     """The part of ``executing`` during which the policy did work that was then kept."""
+    running: float = 0.0
+    """How many requests the policy ran on average while it worked on ``generation``, this one included."""
 
 
 End = Literal["done", "turns", "length"]
