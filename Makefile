@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.local
 	$(BIN)/obsspec demo
 
-test: $(VENV)/.development lint
+test: $(VENV)/.development $(VENV)-vllm/.complete lint
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.development
@@ -37,5 +37,11 @@ $(VENV)/.development: $(VENV)/.local
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev
 	touch $@
 
+# A vLLM server for the tests of its policy.
+$(VENV)-vllm/.complete: scripts/vllm_environment.sh constraints.txt
+	@echo "setting up $(VENV)-vllm, a vLLM that runs on CPUs: some minutes, 3.4 GB"
+	PYTHON=$(PYTHON) scripts/vllm_environment.sh $(VENV)-vllm
+	touch $@
+
 clean:
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-vllm build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,167 @@
+"""What the policies behind a server share: a pool of connections, what its failures mean, and checks at the start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.lowlevel
+import httpx
+
+from obsspec.errors import InputError
+from obsspec.types import Finish, PolicyError, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Server:
+    """A policy server, and as many connections to it as there are requests. An async context manager.
+
+    What may pass raises PolicyError: a connection that is refused or breaks, and the statuses 429 and 5xx. A refusal
+    that says ``Retry-After`` is waited out instead, however often it comes: a server that is paused for new weights
+    speaks so. Every other refusal raises ValueError with the server's message. All of these are one line.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+        """``headers`` go with every request, for instance ``Authorization``. Raises InputError for what is no URL."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        try:
+            self._client = httpx.AsyncClient(
+                base_url=self.url,
+                headers=headers,
+                # Between tokens there is no limit: the server may be full, or paused.
+                timeout=httpx.Timeout(None, connect=10.0),
+                # Servers close what is idle for 5 s. A request on a connection that is just being closed would fail.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
+            )
+        except httpx.InvalidURL as error:
+            raise InputError(f"policy server {url}: {error}; give a URL like http://localhost:8000") from None
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """The JSON of one reply; None where it is empty."""
+        async with self._reply(method, path, json=body) as response:
+            content = await response.aread()
+            return json.loads(content) if content else None
+
+    async def stream(self, path: str, body: Any, headers: Mapping[str, str], take: Callable[[Any], None]) -> None:
+        """Posts ``body`` and calls ``take`` with each event of the reply as it comes. Cancelled, it closes the
+        connection."""
+        async with self._reply("POST", path, json=body, headers=headers) as response:
+            rest = b""
+            async for data in response.aiter_bytes():
+                # Not aiter_lines(): it ends lines at U+2028 and the like, too, which JSON may hold.
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                        event = json.loads(line[5:])
+                        if "error" in event:
+                            raise self._failure(_code(event["error"]), line[5:])
+                        take(event)
+                        await anyio.lowlevel.checkpoint_if_cancelled()
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Around the requests of a check at the start: there, whatever fails is an InputError."""
+        try:
+            yield
+        except PolicyError as error:
+            raise InputError(f"{error}; is it running, and is this its URL?") from error
+        except ValueError as error:
+            raise InputError(f"{error}; check the URL, the model and the server's settings") from error
+        except (LookupError, TypeError) as error:  # It gives JSON, of another shape.
+            raise InputError(
+                f"policy server {self.url}: not of the expected kind ({error!r}); check the URL"
+            ) from error
+
+    async def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, model: str | None = None) -> None:
+        """Raises InputError unless the server reads text from all over the tokenizer's vocabulary as it does."""
+        size = len(tokenizer)
+        ids = [*range(0, size, size // 256 + 1), *tokenizer.get_added_vocab().values()]
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        body = {"prompt": text, "add_special_tokens": False} | ({"model": model} if model else {})
+        theirs = (await self.ask("POST", "/tokenize", body))["tokens"]
+        ours = tokenizer.encode(text, add_special_tokens=False)
+        if ours != theirs:
+            place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)
+            raise InputError(
+                f"policy server {self.url}: its tokenizer is not {tokenizer.name_or_path or 'the one given'}: "
+                f"{tokenizer.decode(ours[place])!r} is {ours[place]} here, {theirs[place]} there; "
+                "load the tokenizer of the model that is served"
+            )
+
+    def ended(self, request: Request, sampled: int, reason: str | None) -> Finish:
+        """How a generation of so many tokens ended whose server gave ``reason``, or, with None, fell silent."""
+        if reason == "stop":
+            return "stop"
+        if reason != "length":
+            raise PolicyError(f"policy server {self.url}: the generation broke off ({reason or 'no reason given'})")
+        if sampled < request.max_tokens:
+            raise ValueError(
+                f"policy server {self.url}: a generation was cut at {sampled} tokens where {request.max_tokens} were "
+                "allowed; lower max_context to the length that the model is served with"
+            )
+        return "length"
+
+    @asynccontextmanager
+    async def _reply(self, method: str, path: str, **request: Any) -> AsyncIterator[httpx.Response]:
+        try:
+            while True:
+                async with self._client.stream(method, path, **request) as response:
+                    if response.is_success:
+                        yield response
+                        return
+                    content = await response.aread()
+                seconds = response.headers.get("Retry-After", "")
+                if response.status_code not in (429, 503) or not seconds.isdecimal():
+                    raise self._failure(response.status_code, content)
+                await anyio.sleep(max(1, int(seconds)))
+        except (httpx.RequestError, json.JSONDecodeError) as error:
+            reason = " ".join(f"{type(error).__name__} {error}".split())
+            raise PolicyError(f"policy server {self.url}: {reason}") from error
+
+    def _failure(self, status: int, content: bytes) -> PolicyError | ValueError:
+        message = f"policy server {self.url}: {status} {_message(content)}"
+        return PolicyError(message) if status == 429 or status >= 500 else ValueError(message)
+
+
+def finish_of(request: Request) -> Finish | None:
+    """How the generation has ended that a request is to resume, if it has."""
+    tokens = request.resume.tokens
+    if tokens and tokens[-1] in request.stop:
+        return "stop"
+    return "length" if len(tokens) >= request.max_tokens else None
+
+
+def seed_of(*numbers: int) -> int:
+    """63 bits, the most that servers take, that are a function of ``numbers``."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()) >> 1
+
+
+def _code(error: Any) -> int:
+    """The status of an error that comes when a stream has begun."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) else 500
+
+
+def _message(content: bytes) -> str:
+    """What an error says, in one line, in whichever of their forms."""
+    text: Any = content.decode(errors="replace")
+    try:
+        text = json.loads(text)
+    except ValueError:
+        pass
+    else:
+        for key in ("error", "message", "detail"):
+            text = text.get(key, text) if isinstance(text, dict) else text
+    return " ".join(str(text).split())[:500].rstrip(".")

@@ -1,0 +1,141 @@
+"""A policy behind a vLLM server, from token ids to token ids.
+
+Start it with ``--logprobs-mode processed_logprobs``, so that log-probabilities are those of the distribution sampled
+from, and with ``--scheduling-policy priority`` where speculative requests are to wait for real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+from uuid import uuid4
+
+from obsspec.context import Context
+from obsspec.errors import InputError
+from obsspec.policies.http import Server, finish_of, seed_of
+from obsspec.types import Chunk, Finish, Request, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class VllmPolicy:
+    """Samples from a vLLM server. A ``types.Policy``.
+
+    The seed of a request is a function of the rollout's seed, the turn and how many tokens it resumes from. So the
+    same request gives the same tokens, but for numerics that depend on what else the server runs; a generation that
+    was suspended goes on with other draws of the same distribution.
+    """
+
+    def __init__(self, server: Server, model: str, priority: bool = False) -> None:
+        """``priority``: whether the server runs priority scheduling; others refuse requests that have one."""
+        self.model = model
+        """The name that requests go to: a model's or a LoRA adapter's. May be set at any time, for later requests."""
+        self.weight_version = 0
+        """What the tokens of later requests are said to be sampled by: to be set by whoever changes the weights. vLLM
+        itself tells only when a generation is over, too late for one that is suspended."""
+        self.processed_logprobs = True
+        """False where log-probabilities are known to be those of temperature 1 and the whole vocabulary."""
+        self._server = server
+        self._priority = priority
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls,
+        url: str,
+        model: str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        priority: bool = False,
+        max_context: int = 1,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[VllmPolicy]:
+        """A policy on a server that was seen to work, and whose connections are closed when the block ends.
+
+        ``model``: the first that is served, by default. ``tokenizer``: compared with the server's. ``max_context``:
+        the most tokens that contexts will have. ``headers``: sent with every request. Raises InputError where the
+        server cannot be reached, lacks the model, cuts contexts shorter, has another tokenizer, refuses priorities, or
+        sends no token ids.
+        """
+        async with Server(url, headers) as server:
+            with server.starting():
+                served = {card["id"]: card for card in (await server.ask("GET", "/v1/models"))["data"]}
+                policy = cls(server, model or next(iter(served), ""), priority)
+                if policy.model not in served:
+                    names = ", ".join(sorted(served))
+                    raise InputError(f"policy server {server.url}: no model {policy.model!r}; it serves {names}")
+                longest = served[policy.model].get("max_model_len") or max_context
+                if longest < max_context:
+                    raise InputError(
+                        f"policy server {server.url}: {policy.model} is served with contexts of {longest} tokens, not "
+                        f"{max_context}; start it with --max-model-len {max_context}, or lower max_context"
+                    )
+                if tokenizer is not None:
+                    await server.check_tokenizer(tokenizer, policy.model)
+                await policy._try(len(tokenizer) - 1 if tokenizer is not None else 0)
+            yield policy
+
+    async def generate(self, request: Request, emit: Callable[[Chunk], None]) -> Finish:
+        """See ``types.Policy``. Raises ValueError for what the server refuses, such as a context that is too long."""
+        if finish := finish_of(request):
+            return finish
+        sampling = request.sampling
+        if not self.processed_logprobs and (sampling.temperature not in (0, 1) or sampling.top_p < 1):
+            raise InputError(
+                f"policy server {self._server.url}: its log-probabilities are not those of temperature "
+                f"{sampling.temperature} and top_p {sampling.top_p}; start it with --logprobs-mode processed_logprobs"
+            )
+        sampled = len(request.resume.tokens)
+        version = self.weight_version
+        reason: str | None = None
+
+        def take(event: Any) -> None:
+            nonlocal sampled, reason
+            for choice in event["choices"]:
+                tokens = choice.get("token_ids")
+                if tokens is None:
+                    raise InputError(f"policy server {self._server.url}: sends no token ids; use vLLM 0.10.2 or newer")
+                if tokens:
+                    sampled += len(tokens)
+                    emit(Chunk(tuple(tokens), tuple(choice["logprobs"]["token_logprobs"]), version))
+                reason = choice["finish_reason"]
+
+        # The rollout's name may hold anything, headers may not.
+        headers = {"X-Session-ID": quote(request.rollout), "X-Request-Id": uuid4().hex}
+        await self._server.stream("/v1/completions", self._body(request), headers, take)
+        return self._server.ended(request, sampled, reason)
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        resumed = request.resume.tokens
+        body = {
+            "model": self.model,
+            "prompt": [*request.context.tokens, *resumed],
+            "max_tokens": request.max_tokens - len(resumed),
+            "temperature": request.sampling.temperature,
+            "top_p": request.sampling.top_p,
+            "seed": seed_of(request.seed, request.turn, len(resumed)),
+            "stop_token_ids": request.stop,
+            # These tokens alone end it, and nothing else bends the distribution: a model's generation_config.json
+            # would otherwise add to both.
+            "ignore_eos": True,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stream": True,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # in the log-probabilities, whose text nobody reads
+            "logprobs": 0,  # of the chosen token only
+        }
+        return body | ({"priority": request.priority} if self._priority else {})
+
+    async def _try(self, token: int) -> None:
+        """Samples one token after ``token`` from a nucleus of one: whatever it is, its log-probability there is 0."""
+        chunks: list[Chunk] = []
+        asked = Request(Context.of((token,)), Sampling(top_p=1e-6), 1, (), seed=0, turn=0, priority=1)
+        await self.generate(asked, chunks.append)
+        self.processed_logprobs = chunks[0].logprobs[0] > -1e-6

@@ -1,0 +1,505 @@
+"""The vLLM policy: against a real vLLM on the CPU, and, for what that does not do when asked, against a stand-in.
+
+The model is a tiny Llama that has learnt one conversation by heart. So it writes real commands, and what it writes is
+likely enough that it does not depend on whose float32 arithmetic it is.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+import torch
+from torch.nn import functional
+
+from http_server import Exchange, serve, until
+from obsspec.budget import Seats
+from obsspec.chat import ChatFormat, TerminalChat
+from obsspec.context import Context, Tokens
+from obsspec.errors import InputError
+from obsspec.policies.http import Server
+from obsspec.policies.local import LocalPolicy
+from obsspec.policies.networks import HubNetwork
+from obsspec.policies.vllm import VllmPolicy
+from obsspec.rollout import rollout
+from obsspec.speculation import Settings, Speculator
+from obsspec.testing import ScriptedEnvironment
+from obsspec.types import Chunk, Draft, Generation, Observation, PolicyError, Query, Request, Sampling, Task
+from tiny import llama, tokenizer
+
+torch.set_num_threads(1)
+
+PYTHON = Path(__file__).parents[1] / ".venv-vllm/bin/python"
+LONGEST = 4096
+INSTRUCTION = "Find the word."
+EXCHANGES = (("ls", "a.txt\nb.txt\n"), ("cat a.txt", "see b.txt\n"), ("cat b.txt", "done?\n"), ("wc a.txt", "1 2 10\n"))
+GREEDY = Sampling(temperature=0, max_tokens=48)
+CHAT = TerminalChat(ChatFormat(tokenizer()))
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    model: Any
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server for the whole run."""
+    directory = tmp_path_factory.mktemp("vllm")
+    model = learnt()
+    model.save_pretrained(directory / "model")
+    tokenizer().save_pretrained(directory / "model")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        "nice",  # so that the test is not kept waiting by what it waits for
+        *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", directory / "model", "--dtype", "float32"),
+        *("--served-model-name", "tiny", "alias", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
+        *("--max-model-len", str(LONGEST), "--max-num-seqs", "4", "--scheduling-policy", "priority"),
+        *("--logprobs-mode", "processed_logprobs"),
+    ]
+    settings = {
+        "VLLM_SERVER_DEV_MODE": "1",  # for /pause
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles for half a minute
+    }
+    if not PYTHON.exists():
+        pytest.fail(f"{PYTHON} is missing: run make test, or scripts/vllm_environment.sh .venv-vllm")
+    log = directory / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=os.environ | settings, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 400
+        while not healthy(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail("vLLM did not start:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-40:]))
+            time.sleep(0.5)
+        yield Served(url, model)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+def learnt() -> Any:
+    """A model that has learnt EXCHANGES by heart."""
+    model = llama(
+        vocab_size=len(tokenizer()),
+        hidden_size=128,  # heads of 32, the smallest that vLLM has
+        max_position_embeddings=LONGEST,
+        initializer_range=0.1,
+        eos_token_id=CHAT.stop[0],
+    )
+    tokens, labels = list(CHAT.start(INSTRUCTION)), [-100] * len(CHAT.start(INSTRUCTION))
+    for command, observation in (*EXCHANGES, ("", "")):
+        written = CHAT.action_tokens(command) if command else CHAT.done_tokens()
+        read = CHAT.observe(Generation(written), observation)
+        tokens += written + read
+        labels += [*written, *(-100 for _ in read)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    model.train()
+    for _ in range(400):
+        logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1]
+        loss = functional.cross_entropy(logits, torch.tensor(labels[1:]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if loss < 2e-3:
+            return model.eval()
+    raise AssertionError(f"the loss is still {loss}")
+
+
+def context(turns: int = 0) -> Context:
+    """The conversation that the model knows, after so many observations."""
+    known = Context.of(CHAT.start(INSTRUCTION))
+    for command, observation in EXCHANGES[:turns]:
+        written = CHAT.action_tokens(command)
+        known = known.sampled(written, (0.0,) * len(written)).given(CHAT.observe(Generation(written), observation))
+    return known
+
+
+def given(length: int, seed: int = 0) -> Tokens:
+    """Tokens that mean nothing to the model, so that what follows varies."""
+    return tuple((11 * i + 17 * seed + i * i) % 250 + 8 for i in range(length))
+
+
+def request(**changes: Any) -> Request:
+    settings = {
+        "context": Context.of(given(40)),
+        "sampling": Sampling(temperature=0.9, top_p=0.95),
+        "max_tokens": 12,
+        "stop": (),
+        "seed": 3,
+        "turn": 0,
+        "rollout": "naïve\n#3",
+    }
+    return Request(**settings | changes)
+
+
+async def run(policy: Any, asked: Request, then: Callable[[int], None] = lambda count: None) -> Generation:
+    """The generation as its caller has it, ``resume`` included. ``then`` is told how many tokens came so far."""
+    tokens, logprobs = list(asked.resume.tokens), list(asked.resume.logprobs)
+    finish = None
+    with anyio.CancelScope() as scope:
+
+        def emit(chunk: Chunk) -> None:
+            assert len(chunk.tokens) == len(chunk.logprobs) > 0
+            assert not scope.cancel_called, "emitted after cancellation"
+            tokens.extend(chunk.tokens)
+            logprobs.extend(chunk.logprobs)
+            if then(len(tokens)) is False:
+                scope.cancel()
+
+        with suppress(PolicyError):
+            finish = await policy.generate(asked, emit)
+    return Generation(tuple(tokens), tuple(logprobs), (), finish)
+
+
+def expected_logprobs(model: Any, before: Context, tokens: Tokens, temperature: float = 1.0) -> list[float]:
+    with torch.inference_mode():
+        logits = model(torch.tensor([before.tokens + tokens])).logits[0, before.length - 1 : -1]
+    of_all = (logits.double() / temperature).log_softmax(-1)
+    return of_all[range(len(tokens)), tokens].tolist()
+
+
+def running(url: str) -> float:
+    """Requests that the server works on."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
+@pytest.mark.anyio
+async def test_the_same_request_gives_the_same_tokens(served: Served) -> None:
+    async with VllmPolicy.connect(served.url, tokenizer=tokenizer()) as policy:
+        first = await run(policy, request())
+        assert (len(first.tokens), len(first.logprobs), first.finish) == (12, 12, "length")
+        assert (await run(policy, request())).tokens == first.tokens
+        policy.model = "alias"
+        assert (await run(policy, request())).tokens == first.tokens
+        others = [await run(policy, request(seed=seed, turn=turn)) for seed, turn in ((4, 0), (3, 1), (-(2**70), 0))]
+        assert len({generation.tokens for generation in (first, *others)}) == 4
+        assert all(logprob <= 0 for generation in others for logprob in generation.logprobs)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("turns", range(len(EXCHANGES) + 1))
+async def test_greedy_is_what_the_local_policy_gives(served: Served, turns: int) -> None:
+    asked = request(context=context(turns), sampling=GREEDY, max_tokens=48, stop=CHAT.stop)
+    local = await run(LocalPolicy(HubNetwork(served.model)), asked)
+    async with VllmPolicy.connect(served.url) as policy:
+        remote = await run(policy, asked)
+    assert remote.tokens == local.tokens
+    assert remote.tokens[-1:] == CHAT.stop  # emitted like any other
+    assert remote.finish == local.finish == "stop"
+    assert remote.logprobs == pytest.approx(local.logprobs, abs=1e-4)
+
+
+@pytest.mark.anyio
+async def test_logprobs_are_of_the_distribution_sampled_from(served: Served) -> None:
+    asked = request(sampling=Sampling(temperature=0.7), max_tokens=32)
+    async with VllmPolicy.connect(served.url) as policy:
+        generation = await run(policy, asked)
+    expected = expected_logprobs(served.model, asked.context, generation.tokens, temperature=0.7)
+    assert generation.logprobs == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.anyio
+async def test_ends(served: Served) -> None:
+    async with VllmPolicy.connect(served.url) as policy:
+        free = await run(policy, request())
+        middle = free.tokens[5]
+        stopped = await run(policy, request(stop=(1, middle)))
+        assert stopped.finish == "stop"
+        assert stopped.tokens == free.tokens[: free.tokens.index(middle) + 1]
+        assert await run(policy, request(stop=(1, middle), resume=stopped)) == stopped
+        # Only what is named ends a generation, not what the model's own settings say.
+        written = await run(policy, request(context=context(), sampling=GREEDY, max_tokens=48))
+        assert CHAT.stop[0] in written.tokens[:-1] and written.finish == "length"
+        with pytest.raises(ValueError, match="maximum context length is 4096 tokens"):
+            await policy.generate(request(context=Context.of(given(LONGEST + 1))), lambda chunk: None)
+        with pytest.raises(
+            ValueError, match=r"^policy server http://127[^\n]*Token id 999 is out of vocabulary[^\n]*$"
+        ):
+            await policy.generate(request(context=Context.of((999,))), lambda chunk: None)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_suspended_and_resumed(served: Served) -> None:
+    """Greedy, so that the draws after the resumption are the same: nothing is lost, repeated or beyond the budget."""
+    asked = request(context=context(1), sampling=GREEDY, max_tokens=9)
+    async with VllmPolicy.connect(served.url) as policy:
+        plain = await run(policy, asked)
+        pieces = Generation()
+        while pieces.finish is None:
+            upto = len(pieces.tokens) + 2
+            resumed = request(context=context(1), sampling=GREEDY, max_tokens=9, resume=pieces)
+            pieces = await run(policy, resumed, lambda count, upto=upto: count < upto)
+    assert pieces.tokens == plain.tokens
+    assert pieces.finish == plain.finish == "length"
+    assert pieces.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_cancellation_aborts_the_request(served: Served) -> None:
+    async with VllmPolicy.connect(served.url) as policy, anyio.create_task_group() as group:
+        started = [anyio.Event() for _ in range(3)]
+        for seed, event in enumerate(started):
+            long = request(seed=seed, max_tokens=4000)
+            group.start_soon(run, policy, long, lambda count, event=event: event.set())
+        for event in started:
+            await event.wait()
+        assert running(served.url) == 3
+        group.cancel_scope.cancel()
+    await until(lambda: not running(served.url), seconds=2)
+
+
+@pytest.mark.anyio
+async def test_more_than_there_are_seats(served: Served) -> None:
+    """Real work that comes last overtakes speculative requests that wait."""
+    order: list[int] = []
+    async with VllmPolicy.connect(served.url, priority=True) as policy, anyio.create_task_group() as group:
+        for number in range(12):
+            asked = request(seed=number, max_tokens=100, priority=0 if number == 11 else 1 + number)
+            group.start_soon(run, policy, asked, lambda count, n=number: order.append(n) if count == 1 else None)
+            if number < 4:
+                await until(lambda n=number: n in order)
+    assert sorted(order) == list(range(12))
+    assert order.index(11) < order.index(10)
+
+
+@pytest.mark.anyio
+async def test_paused_for_new_weights(served: Served) -> None:
+    asked = request(context=context(), sampling=GREEDY, max_tokens=800)
+    results: list[Generation] = []
+
+    async def one(begun: anyio.Event) -> None:
+        results.append(await run(policy, asked, lambda count: begun.set()))
+
+    async with VllmPolicy.connect(served.url) as policy, Server(served.url) as server:
+        plain = await run(policy, asked)
+
+        # Whoever pauses the server may keep what is in flight: then requests wait, old ones and new ones,
+        begun = anyio.Event()
+        async with anyio.create_task_group() as group:
+            group.start_soon(one, begun)
+            await begun.wait()
+            await server.ask("POST", "/pause?mode=keep")
+            try:
+                group.start_soon(one, begun)
+                await anyio.sleep(1)
+                assert len(results) <= 1  # On busy cores the first may have ended before it was known to have begun.
+            finally:
+                await server.ask("POST", "/resume")
+        assert [generation.tokens for generation in results] == [plain.tokens] * 2
+
+        # or have it aborted: then the request has failed, and what came of it stands.
+        asked = request(context=context(), sampling=GREEDY, max_tokens=3800)
+        begun = anyio.Event()
+        async with anyio.create_task_group() as group:
+            group.start_soon(one, begun)
+            await begun.wait()
+            await server.ask("POST", "/pause?mode=abort")
+            await server.ask("POST", "/resume")
+        cut = results[-1]
+        assert cut.finish is None and 0 < len(cut.tokens) < 3800
+        upto = len(cut.tokens) + 20
+        again = await run(policy, request(context=context(), sampling=GREEDY, max_tokens=upto, resume=cut))
+        assert again.finish == "length"
+        assert again.logprobs == pytest.approx(expected_logprobs(served.model, asked.context, again.tokens), abs=1e-2)
+
+
+@pytest.mark.anyio
+async def test_connect(served: Served) -> None:
+    async def refused(**arguments: Any) -> str:
+        with pytest.raises(InputError) as error:
+            async with VllmPolicy.connect(**{"url": served.url} | arguments):
+                pass
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    async with VllmPolicy.connect(
+        f"{served.url}/v1/", "alias", tokenizer(), max_context=LONGEST, priority=True
+    ) as policy:
+        assert (policy.model, policy.processed_logprobs) == ("alias", True)
+    assert await refused(model="other") == f"policy server {served.url}: no model 'other'; it serves alias, tiny"
+    assert "--max-model-len 4097, or lower max_context" in await refused(max_context=LONGEST + 1)
+    more = tokenizer()
+    more.add_tokens(["<more>"], special_tokens=True)
+    assert "'<more>' is 300 here" in await refused(tokenizer=more)
+    unreachable = await refused(url="http://127.0.0.1:9")
+    assert unreachable.startswith("policy server http://127.0.0.1:9: ConnectError")
+    assert unreachable.endswith("; is it running, and is this its URL?")
+    assert "is this its URL" in await refused(url="localhost:8000")
+
+
+class Guess:
+    """Right about all but the second command, one branch wide and, on branches, ahead of the tools."""
+
+    async def predict(self, query: Query, propose: Callable[[Draft], None]) -> None:
+        observation = dict(EXCHANGES).get(query.command, "?")
+        propose(Draft("wrong" if query.command == "cat a.txt" else observation, 0.9))
+
+    async def prepare(self, query: Query) -> None:
+        pass
+
+    def learn(self, query: Query, observation: Observation) -> None:
+        pass
+
+
+@pytest.mark.anyio
+async def test_speculation_changes_nothing(served: Served) -> None:
+    environment = ScriptedEnvironment(lambda commands: Observation(dict(EXCHANGES)[commands[-1]], seconds=0.5))
+    async with VllmPolicy.connect(served.url, tokenizer=tokenizer(), max_context=LONGEST, priority=True) as policy:
+
+        async def trajectory(depth: int) -> Any:
+            environment.executed = ()
+            settings = Settings(GREEDY, depth=depth, max_turns=8, max_context=LONGEST)
+            speculator = Speculator(policy, CHAT, Guess(), settings, Seats(4))
+            return await rollout(speculator, Task("word", INSTRUCTION), environment.open, seed=1)
+
+        plain, speculative = await trajectory(0), await trajectory(2)
+    assert environment.executed == tuple(command for command, _ in EXCHANGES)
+    assert plain.end == speculative.end == "done"
+    assert speculative.context.tokens == plain.context.tokens
+    assert speculative.context.mask == plain.context.mask
+    assert speculative.context.logprobs == pytest.approx(plain.context.logprobs, abs=1e-4)
+    assert [turn.outcome for turn in plain.turns] == ["off"] * 5
+    assert [turn.outcome for turn in speculative.turns] == ["hit", "miss", "hit", "hit", "off"]
+    assert not running(served.url)
+
+
+# What a server does only when it is in trouble, from a stand-in.
+
+
+class FakeVllm:
+    """Writes 100, 101, ... after whatever prompt, one token an event."""
+
+    def __init__(self) -> None:
+        self.answers: list[Callable[[Exchange], Any]] = []
+        """To the next requests, before the usual ones."""
+        self.exchanges: list[Exchange] = []
+
+    async def __call__(self, exchange: Exchange) -> None:
+        self.exchanges.append(exchange)
+        if self.answers:
+            await self.answers.pop(0)(exchange)
+        elif exchange.path == "/v1/models":
+            await exchange.json({"data": [{"id": "fake"}]})
+        else:
+            await self.write(exchange, exchange.body["max_tokens"])
+            await exchange.end()
+
+    async def write(self, exchange: Exchange, count: int) -> None:
+        for left in reversed(range(exchange.body["max_tokens"])[-count:]):
+            token = 100 + len(exchange.body["prompt"]) - 2 + exchange.body["max_tokens"] - 1 - left
+            choice = {"text": "a\u2028b\x85", "token_ids": [token], "logprobs": {"token_logprobs": [-0.5]}}
+            await exchange.event({"choices": [choice | {"finish_reason": None if left else "length"}]})
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_trouble_passes_without_a_token_lost_or_repeated() -> None:
+    fake = FakeVllm()
+    asked = {"context": Context.of((5, 6)), "max_tokens": 6, "sampling": Sampling()}
+
+    async def half(exchange: Exchange) -> None:
+        await fake.write(exchange, 3)
+        await exchange.data(b'data: {"choices": [{"token_ids"')  # and breaks
+
+    def refuse(status: int, **headers: str) -> Callable[[Exchange], Any]:
+        return lambda exchange: exchange.json({"error": {"message": "Not\nnow"}}, status, **headers)
+
+    async def silent(exchange: Exchange) -> None:
+        pass
+
+    async with serve(fake) as url, Server(url) as server:
+        policy = VllmPolicy(server, "fake")
+        policy.weight_version = 4
+        for answer in (half, refuse(429), refuse(503), refuse(500), silent):
+            fake.answers = [answer]
+            chunks: list[Chunk] = []
+            with pytest.raises(PolicyError, match=r"^policy server http://[^\n]*$"):
+                await policy.generate(request(**asked), chunks.append)
+            before = tuple(token for chunk in chunks for token in chunk.tokens)
+            assert before == ((100, 101, 102) if answer is half else ())
+            resume = Generation(before, (-0.5,) * len(before), (4,) * len(before))
+            assert await policy.generate(request(resume=resume, **asked), chunks.append) == "length"
+            assert tuple(token for chunk in chunks for token in chunk.tokens) == tuple(range(100, 106))
+            assert {chunk.weight_version for chunk in chunks} == {4}
+
+        # A server that says when it is back is waited for.
+        fake.answers = [refuse(503, **{"Retry-After": "1"})] * 2
+        began = anyio.current_time()
+        assert (await run(policy, request(**asked))).tokens == tuple(range(100, 106))
+        assert 2 <= anyio.current_time() - began < 10
+
+        fake.answers = [refuse(422)]
+        with pytest.raises(ValueError, match=r"^policy server http://127[^\n]*: 422 Not now$"):
+            await policy.generate(request(**asked), lambda chunk: None)
+    with pytest.raises(PolicyError, match="ConnectError"):
+        async with Server(url) as server:
+            await VllmPolicy(server, "fake").generate(request(**asked), lambda chunk: None)
+    seeds = [exchange.body["seed"] for exchange in fake.exchanges]
+    assert len(set(seeds)) == 2  # from the start, and from three tokens on
+    ids = [exchange.headers["x-request-id"] for exchange in fake.exchanges]
+    assert len(set(ids)) == len(ids) - 2  # the one that was told to wait was sent three times
+    assert {exchange.headers["x-session-id"] for exchange in fake.exchanges} == {"na%C3%AFve%0A%233"}
+    assert all("priority" not in exchange.body for exchange in fake.exchanges)
+
+
+@pytest.mark.anyio
+async def test_servers_that_cannot_be_used() -> None:
+    fake = FakeVllm()
+    models = {"data": [{"id": "fake", "max_model_len": None}]}
+    async with serve(fake) as url:
+
+        async def refused(*answers: Any, **arguments: Any) -> str:
+            fake.answers = [lambda exchange, value=value: exchange.json(value) for value in answers]
+            with pytest.raises(InputError) as error:
+                async with VllmPolicy.connect(url, **arguments):
+                    pass
+            assert "\n" not in str(error.value)
+            return str(error.value)
+
+        assert "not of the expected kind" in await refused({"models": []})
+        assert "no model ''; it serves" in await refused({"data": []})
+
+        async def without_ids(exchange: Exchange) -> None:
+            await exchange.event({"choices": [{"text": "a", "finish_reason": None}]})
+
+        fake.answers = [lambda exchange: exchange.json(models), without_ids]
+        with pytest.raises(InputError, match=r"sends no token ids; use vLLM 0\.10\.2 or newer$"):
+            async with VllmPolicy.connect(url):
+                pass
+
+        # Its log-probability of the one token in the nucleus is not 0: they are those of the whole vocabulary.
+        async with VllmPolicy.connect(url, headers={"Authorization": "Bearer key"}) as policy:
+            assert fake.exchanges[-1].headers["authorization"] == "Bearer key"
+            with pytest.raises(InputError, match="start it with --logprobs-mode processed_logprobs"):
+                await policy.generate(request(), lambda chunk: None)
+            asked = request(context=Context.of((5, 6)), sampling=Sampling())
+            assert (await run(policy, asked)).finish == "length"
