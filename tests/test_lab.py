@@ -347,6 +347,7 @@ def test_distributions(tmp_path: Path) -> None:
         ({"tool": {"seconds": {"recorded": []}}}, "tool.seconds: there must be at least one number"),
         ({"tool": {"seconds": {"quantiles": {"1.5": 1.0}}}}, "tool.seconds: quantiles must have probabilities"),
         ({"predictor": {"accuracy": 1.5}}, "predictor: accuracy must be within 0 and 1"),
+        ({"load": 9.0, "server": {"seats": 9}}, "the workload: load 9 is 259 rollouts at once: give at least as many"),
         ({"load": 0.5}, "the workload: load is a fraction of the server's seats: give server.seats"),
     ],
 )

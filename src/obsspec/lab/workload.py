@@ -45,7 +45,7 @@ class Distribution(_Table):
     quantiles: dict[float, float] | None = None
     """Probability to value; logarithmic between them, constant beyond."""
     recorded: tuple[float, ...] | None = None
-    """Each of them equally likely."""
+    """Values whose empirical quantiles these are."""
     file: str | None = None
     """A JSON file, relative to the configuration, in which ``name`` leads to a list or to quantiles."""
     name: str = ""
@@ -209,13 +209,15 @@ class Workload(_Table):
     lengths: Lengths = Lengths()
 
     @model_validator(mode="after")
-    def _one_load(self) -> Workload:
+    def _consistent(self) -> Workload:
         if self.concurrency is not None and self.load is not None:
             raise ValueError("give either concurrency or load")
         if self.load is not None and math.isinf(self.server.seats):
             raise ValueError("load is a fraction of the server's seats: give server.seats")
         if self.predictor.server == "shared" and not math.isinf(self.predictor.seats):
             raise ValueError("predictor.seats are those of a server of its own, and this one is shared")
+        if self.load is not None and self.active > self.rollouts:
+            raise ValueError(f"load {self.load:g} is {self.active} rollouts at once: give at least as many rollouts")
         return self
 
     @property
@@ -234,13 +236,12 @@ class Workload(_Table):
 
     @property
     def active(self) -> int:
-        """Rollouts at the same time, never more than there are."""
-        wanted = self.concurrency or self.rollouts
-        if self.load is not None:
-            seats = self.server.seats
-            generation = self.mean_tokens * self.server.costs.step(int(seats))
-            wanted = max(1, round(self.load * seats * (generation + self.tool.mean_seconds) / generation))
-        return min(wanted, self.rollouts)
+        """Rollouts at the same time."""
+        if self.load is None:
+            return min(self.concurrency or self.rollouts, self.rollouts)
+        seats = self.server.seats
+        generation = self.mean_tokens * self.server.costs.step(int(seats))
+        return max(1, round(self.load * seats * (generation + self.tool.mean_seconds) / generation))
 
 
 def names() -> list[str]:
