@@ -58,10 +58,11 @@ def bet(probability: float, *commands: str, elapsed: float = 0.0, running: int =
 def test_an_idle_server_takes_what_is_at_all_likely_and_a_busy_one_what_pays() -> None:
     gate = learned(*[turn("make", 5.0)] * 20)
     assert gate.admits(bet(0.1, "make", running=1))
-    assert not gate.admits(bet(0.6, "make", running=64))
-    assert gate.admits(bet(0.7, "make", running=64))
+    assert not gate.admits(bet(0.7, "make", running=64))
+    assert gate.admits(bet(0.9, "make", running=64))
     assert not gate.admits(bet(0.0, "make", running=1))
     free = learned(*[turn("make", 5.0)] * 20, slowdown=0.0)
+    free.reading = 0.0
     assert free.admits(bet(0.001, "make", running=10_000))
 
 
@@ -152,11 +153,11 @@ def test_what_is_no_gate_is_named(tmp_path: Path, content: str | None) -> None:
         ExpectedValue().save(tmp_path / "nowhere" / "gate.json")
 
 
-class Undecided:
-    """Proposes the truth at once, and thinks that it may be."""
+class FairlySure:
+    """Proposes the truth at once, and is fairly sure of it."""
 
     async def predict(self, query: Query, propose: Callable[[Draft], None]) -> None:
-        propose(Draft("out", 0.6, "undecided"))
+        propose(Draft("out", 0.8, "fairly sure"))
 
     async def prepare(self, query: Query) -> None:
         pass
@@ -180,7 +181,7 @@ def run(seconds: float) -> Trajectory:
     texts = ("make", "done")
     policy = ScriptedPolicy(lambda context, seed: texts[decode(context).count("\n") // 2])
     environment = ScriptedEnvironment(lambda executed: Observation("out", seconds, 0))
-    speculator = Speculator(policy, ScriptedChat(), Undecided(), Settings(gate=gate))
+    speculator = Speculator(policy, ScriptedChat(), FairlySure(), Settings(gate=gate))
 
     async def main() -> Trajectory:
         return await rollout(speculator, Task("task", "go"), environment.open)

@@ -128,8 +128,8 @@ class StepTimes:
     old turns fade, and where the load hardly varied ``usual`` prevails.
     """
 
-    usual: float = 0.03
-    """b / a where nothing is known."""
+    usual: float = 0.07
+    """b / a where nothing is known: that of `lab/workloads/h100-8b.toml`, which has the arithmetic."""
     weight: float = 0.0
     running: float = 0.0
     """Weighted mean, as the next one."""
@@ -166,12 +166,12 @@ class StepTimes:
 class ExpectedValue:
     """Admits a draft where what its branch may save is worth what it costs:
 
-        p * gain * (1 - price) > (1 - p) * waste * price
+        p * gain * (1 - price) > (1 - p) * (waste * price + reading * running)
 
     p is the calibrated probability. ``gain`` is how much of the next generation would lie under the tools that have to
     end first, less what would still lie there if the branch began only when the first of them ends. ``waste`` is how
-    long the branch would have run when it turns out wrong, and what any request costs. ``price`` is the time that all
-    other requests together lose for each second of one more: running * b / (a + b * running), see `StepTimes`. The gain
+    long the branch would have run when it turns out wrong, and ``reading`` how long the server reads its draft, while
+    all others wait. ``price`` is the time that all other requests together lose for each second of one more: running * b / (a + b * running), see `StepTimes`. The gain
     shrinks with it as well, for a rollout that is ahead asks for its next generation sooner, and so slows the others:
     with mean turn time C = Z + L * (a + b * n), where Z is the tools' and L the tokens' part and n = N * (C - Z) / C of
     N rollouts generate, dC/dZ : dC/dL = 1 - price : C - Z.
@@ -179,8 +179,8 @@ class ExpectedValue:
     Meant to be shared by all rollouts of a process: what it has learned is in its fields, and can be saved.
     """
 
-    request_seconds: float = 0.02
-    """What a request costs the server before its first token."""
+    reading: float = 0.01
+    """Seconds that the server takes to read a draft: 250 tokens at 25,000 a second."""
     calibration: Calibration = field(default_factory=Calibration)
     tool_times: ToolTimes = field(default_factory=ToolTimes)
     step_times: StepTimes = field(default_factory=StepTimes)
@@ -200,10 +200,10 @@ class ExpectedValue:
         after = sum(self.tool_times.remaining(command, 0.0, _LONGEST) for command in later)
         hidden = self.tool_times.remaining(first, bet.elapsed, most, after)
         gain = hidden - min(most, after)
-        waste = hidden + self.request_seconds
         loaded = self.step_times.slowdown() * bet.running
         price = loaded / (1 + loaded)
-        return bet.probability * gain * (1 - price) > (1 - bet.probability) * waste * price
+        cost = hidden * price + self.reading * bet.running
+        return bet.probability * gain * (1 - price) > (1 - bet.probability) * cost
 
     def learn(self, turn: Turn) -> None:
         if isinstance(turn.step, Action) and turn.executing is not None:
@@ -271,4 +271,5 @@ def _kind(command: str) -> str:
 
 
 def _remaining(times: Iterable[float], elapsed: float, most: float, after: float) -> list[float]:
-    return [min(most, seconds - elapsed + after) for seconds in times if seconds > elapsed]
+    longest, less = most - after + elapsed, elapsed - after  # Without a call for each, of which there would be many.
+    return [most if seconds > longest else seconds - less for seconds in times if seconds > elapsed]
