@@ -68,7 +68,7 @@ async def serve(answer: Callable[[Exchange], Awaitable[None]]) -> AsyncIterator[
         group.cancel_scope.cancel()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Waits until something that the other side does has happened."""
     with anyio.fail_after(seconds):
         while not condition():  # noqa: ASYNC110

@@ -272,9 +272,28 @@ async def test_cancellation_aborts_the_request(served: Served) -> None:
             group.start_soon(run, policy, long, lambda count, event=event: event.set())
         for event in started:
             await event.wait()
-        assert running(served.url) == 3
+        await until(lambda: running(served.url) == 3)
         group.cancel_scope.cancel()
-    await until(lambda: not running(served.url), seconds=2)
+    await until(lambda: not running(served.url))  # Left alone they would take far longer.
+
+
+@pytest.mark.anyio
+async def test_others_requests_are_seen(served: Served) -> None:
+    """One process speculates on a server that others use: it keeps off their seats, and knows when they have gone."""
+    seats = Seats(4)
+    async with (
+        VllmPolicy.connect(served.url) as policy,
+        VllmPolicy.connect(served.url) as others,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(policy.report, seats, 0.1)
+        async with anyio.create_task_group() as their_requests:
+            for seed in range(2):
+                their_requests.start_soon(run, others, request(seed=seed, max_tokens=3000))
+            await until(lambda: seats.running == 2)
+            their_requests.cancel_scope.cancel()
+        await until(lambda: seats.running == 0)
+        group.cancel_scope.cancel()
 
 
 @pytest.mark.anyio

@@ -171,10 +171,11 @@ class ExpectedValue:
     p is the calibrated probability. ``gain`` is how much of the next generation would lie under the tools that have to
     end first, less what would still lie there if the branch began only when the first of them ends. ``waste`` is how
     long the branch would have run when it turns out wrong, and ``reading`` how long the server reads its draft, while
-    all others wait. ``price`` is the time that all other requests together lose for each second of one more: running * b / (a + b * running), see `StepTimes`. The gain
-    shrinks with it as well, for a rollout that is ahead asks for its next generation sooner, and so slows the others:
-    with mean turn time C = Z + L * (a + b * n), where Z is the tools' and L the tokens' part and n = N * (C - Z) / C of
-    N rollouts generate, dC/dZ : dC/dL = 1 - price : C - Z.
+    all others wait. ``price`` is the time that all other requests together lose for each second of one more:
+    running * b / (a + b * running), see `StepTimes`. The gain shrinks with it as well, for a rollout that is ahead asks
+    for its next generation sooner, and so slows the others: with a mean turn time C = Z + L * (a + b * n), where Z is
+    the tools' time, L the tokens and n = N * (C - Z) / C how many of N rollouts generate, a second less of Z takes
+    1 - price as much off C as a second less of generation.
 
     Meant to be shared by all rollouts of a process: what it has learned is in its fields, and can be saved.
     """

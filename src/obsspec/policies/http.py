@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,12 @@ class Server:
         async with self._reply(method, path, json=body) as response:
             content = await response.aread()
             return json.loads(content) if content else None
+
+    async def metrics(self, *names: str) -> list[float]:
+        """The values of Prometheus gauges, each summed over its labels."""
+        async with self._reply("GET", "/metrics") as response:
+            lines = (await response.aread()).decode().splitlines()
+        return [sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[{{ ]", line)) for name in names]
 
     async def stream(self, path: str, body: Any, headers: Mapping[str, str], take: Callable[[Any], None]) -> None:
         """Posts ``body`` and calls ``take`` with each event of the reply as it comes. Cancelled, it closes the

@@ -7,15 +7,18 @@ from, and with ``--scheduling-policy priority`` where speculative requests are t
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 from uuid import uuid4
 
+import anyio
+
+from obsspec.budget import Seats
 from obsspec.context import Context
 from obsspec.errors import InputError
 from obsspec.policies.http import Server, finish_of, seed_of
-from obsspec.types import Chunk, Finish, Request, Sampling
+from obsspec.types import Chunk, Finish, PolicyError, Request, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,6 +110,17 @@ class VllmPolicy:
         headers = {"X-Session-ID": quote(request.rollout), "X-Request-Id": uuid4().hex}
         await self._server.stream("/v1/completions", self._body(request), headers, take)
         return self._server.ended(request, sampled, reason)
+
+    async def report(self, seats: Seats, every: float = 1.0) -> None:
+        """Tells ``seats`` of everybody's requests, each ``every`` seconds until it is cancelled.
+
+        For servers that other processes use as well. While the server cannot be asked, what it said last holds.
+        """
+        while True:
+            with suppress(PolicyError):
+                running, waiting = await self._server.metrics("vllm:num_requests_running", "vllm:num_requests_waiting")
+                seats.report(int(running), int(waiting))
+            await anyio.sleep(every)
 
     def _body(self, request: Request) -> dict[str, Any]:
         resumed = request.resume.tokens
