@@ -17,7 +17,7 @@ import trio.testing
 
 from obsspec.budget import Seats
 from obsspec.context import Context, Tokens
-from obsspec.gate import ExpectedValue, StepTimes, Threshold
+from obsspec.gate import ExpectedValue, Threshold
 from obsspec.speculation import Rollout, Settings, Speculator
 from obsspec.testing import ScriptedChat, ScriptedEnvironment, ScriptedPolicy
 from obsspec.types import (
@@ -83,7 +83,7 @@ class Scenario:
             Sampling(max_tokens=self.max_tokens),
             depth=self.depth,
             breadth=self.breadth,
-            gate=ExpectedValue(step_times=StepTimes(usual=3.0)) if self.least is None else Threshold(self.least),
+            gate=ExpectedValue() if self.least is None else Threshold(self.least),
             max_turns=self.max_turns,
             max_context=self.max_context,
             backoff=0.01,

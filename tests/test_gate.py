@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,22 +38,22 @@ def turn(command: str, seconds: float, generation: float = 1.0, *drafts: DraftRe
         generation=Generation(),
         step=Action(command),
         observation=Observation(""),
-        generating=(Interval(0.0, generation),),
-        executing=Interval(generation, generation + seconds),
+        generating=(Interval(1.0, 1.0 + generation),),
+        executing=Interval(1.0 + generation, 1.0 + generation + seconds),
         outcome="off",
         drafts=drafts,
     )
 
 
-def learned(*turns: Turn, slowdown: float = 0.03) -> ExpectedValue:
-    gate = ExpectedValue(step_times=StepTimes(slowdown))
+def learned(*turns: Turn) -> ExpectedValue:
+    gate = ExpectedValue()
     for each in turns:
         gate.learn(each)
     return gate
 
 
-def bet(probability: float, *commands: str, elapsed: float = 0.0, running: int = 1) -> Bet:
-    return Bet(probability, commands, elapsed, running)
+def bet(probability: float, *commands: str, elapsed: float = 0.0, running: int = 1, seats: float = 64) -> Bet:
+    return Bet(probability, commands, elapsed, running, seats)
 
 
 def test_an_idle_server_takes_what_is_at_all_likely_and_a_busy_one_what_pays() -> None:
@@ -61,9 +62,7 @@ def test_an_idle_server_takes_what_is_at_all_likely_and_a_busy_one_what_pays() -
     assert not gate.admits(bet(0.7, "make", running=64))
     assert gate.admits(bet(0.9, "make", running=64))
     assert not gate.admits(bet(0.0, "make", running=1))
-    free = learned(*[turn("make", 5.0)] * 20, slowdown=0.0)
-    free.reading = 0.0
-    assert free.admits(bet(0.001, "make", running=10_000))
+    assert gate.admits(bet(0.001, "make", running=10_000, seats=math.inf))
 
 
 def test_a_branch_that_can_wait_for_its_own_tool_waits() -> None:
@@ -119,16 +118,16 @@ def test_it_finds_out_how_much_requests_slow_each_other_down(slowdown: float) ->
     for _ in range(300):
         running = random.randint(1, 40)
         times.learn(random.randint(5, 300), running, 0.02 * (1 + slowdown * running) * random.uniform(0.8, 1.2))
-    loaded, truly = 20 * times.slowdown(), 20 * slowdown
+    loaded, truly = 20 * times.slowdown(0.05), 20 * slowdown
     assert loaded / (1 + loaded) == pytest.approx(truly / (1 + truly), abs=0.06)
 
 
 def test_where_the_load_never_varies_it_stays_with_what_is_usual() -> None:
-    times = StepTimes(usual=0.05)
-    assert times.slowdown() == 0.05
+    times = StepTimes()
+    assert times.slowdown(0.05) == 0.05
     for _ in range(100):
         times.learn(100, 30, 0.05)
-    assert times.slowdown() == pytest.approx(0.05)
+    assert times.slowdown(0.05) == pytest.approx(0.05)
 
 
 def test_it_learns_from_turns(tmp_path: Path) -> None:
@@ -170,7 +169,7 @@ class Busy(ExpectedValue):
     """That of a server on which many others run."""
 
     def admits(self, bet: Bet) -> bool:
-        return super().admits(replace(bet, running=20))
+        return super().admits(replace(bet, running=20, seats=48))
 
 
 def run(seconds: float) -> Trajectory:

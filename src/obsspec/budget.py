@@ -37,7 +37,7 @@ class Seats:
         """``count``: how many requests the server runs at once; at least 1."""
         if not count >= 1:  # Also where it is not a number.
             raise ValueError(f"a policy server has at least one seat, not {count}")
-        self._count = count
+        self.count = count
         self._holding: dict[Claimant, None] = {}
         """In the order in which they got their seats, so that ties are settled alike in every run."""
         self._waiting: dict[Claimant, anyio.Event] = {}
@@ -109,4 +109,4 @@ class Seats:
             holder.suspend()
 
     def _has_room(self, others: int = 0) -> bool:
-        return len(self._holding) + others + 1 <= self._count
+        return len(self._holding) + others + 1 <= self.count

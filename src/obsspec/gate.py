@@ -31,6 +31,8 @@ class Bet:
     """Seconds that the first of them has been running."""
     running: int
     """Requests that the policy server is running now."""
+    seats: float
+    """How many it can run."""
 
 
 class Gate(Protocol):
@@ -125,11 +127,9 @@ class StepTimes:
     """How much slower one more running request makes the policy server's decoding for every other one.
 
     A decode step takes a + b * running seconds. a and b are fitted to the turns by least squares, weighted by tokens;
-    old turns fade, and where the load hardly varied ``usual`` prevails.
+    old turns fade, and where the load hardly varied what is usual prevails.
     """
 
-    usual: float = 0.07
-    """b / a where nothing is known: that of `lab/workloads/h100-8b.toml`, which has the arithmetic."""
     weight: float = 0.0
     running: float = 0.0
     """Weighted mean, as the next one."""
@@ -141,7 +141,7 @@ class StepTimes:
 
     def learn(self, tokens: int, running: float, seconds: float) -> None:
         """``seconds`` for each of ``tokens`` while so many were ``running``."""
-        fade = 1 - _RECENT
+        fade = 1 - _RECENT_STEPS
         self.weight = fade * self.weight + tokens
         share = tokens / self.weight
         apart, slower = running - self.running, seconds - self.seconds
@@ -150,13 +150,12 @@ class StepTimes:
         self.variance = fade * self.variance + tokens * (1 - share) * apart * apart
         self.covariance = fade * self.covariance + tokens * (1 - share) * apart * slower
 
-    def slowdown(self) -> float:
-        """b / a."""
+    def slowdown(self, usual: float) -> float:
+        """b / a. ``usual``: what it is where nothing is known."""
         if not self.weight:
-            return self.usual
-        # As if a few per cent of the tokens had been seen at no load and at twice the mean, and had been as usual.
-        guess = self.usual * self.seconds / (1 + self.usual * self.running)
-        more = _PRIOR_STEPS * self.weight * self.running**2
+            return usual
+        guess = usual * self.seconds / (1 + usual * self.running)
+        more = _PRIOR_TOKENS * self.running**2
         slope = (self.covariance + more * guess) / max(1e-12, self.variance + more)
         slope = min(max(0.0, slope), 0.999 * self.seconds / max(1e-12, self.running))
         return slope / max(1e-12, self.seconds - slope * self.running)
@@ -166,7 +165,7 @@ class StepTimes:
 class ExpectedValue:
     """Admits a draft where what its branch may save is worth what it costs:
 
-        p * gain * (1 - price) > (1 - p) * (waste * price + reading * running)
+        p * gain * (1 - price) > (1 - p) * (waste + reading * running) * price
 
     p is the calibrated probability. ``gain`` is how much of the next generation would lie under the tools that have to
     end first, less what would still lie there if the branch began only when the first of them ends. ``waste`` is how
@@ -201,10 +200,10 @@ class ExpectedValue:
         after = sum(self.tool_times.remaining(command, 0.0, _LONGEST) for command in later)
         hidden = self.tool_times.remaining(first, bet.elapsed, most, after)
         gain = hidden - min(most, after)
-        loaded = self.step_times.slowdown() * bet.running
+        loaded = self.step_times.slowdown(usual=_FULL / bet.seats) * bet.running
         price = loaded / (1 + loaded)
-        cost = hidden * price + self.reading * bet.running
-        return bet.probability * gain * (1 - price) > (1 - bet.probability) * cost
+        waste = hidden + self.reading * bet.running
+        return bet.probability * gain * (1 - price) > (1 - bet.probability) * waste * price
 
     def learn(self, turn: Turn) -> None:
         if isinstance(turn.step, Action) and turn.executing is not None:
@@ -214,7 +213,8 @@ class ExpectedValue:
         seconds = sum(interval.seconds for interval in turn.generating)
         self.turns += 1
         self.generation_seconds += (seconds - self.generation_seconds) * max(_RECENT, 1 / self.turns)
-        if tokens := len(turn.generation.tokens):
+        tokens = len(turn.generation.tokens)
+        if tokens and turn.generating[0].start > 0:  # A rollout's first generation reads its whole prompt.
             self.step_times.learn(tokens, turn.running, seconds / tokens)
 
     def save(self, file: Path) -> None:
@@ -255,8 +255,12 @@ _LONGEST = 3600.0
 """Seconds. No tool is expected to take longer."""
 _RECENT = 0.02
 """Weight of the latest turn in averages."""
-_PRIOR_STEPS = 0.02
-"""Share of the tokens that what is usual counts as much as."""
+_FULL = 3.0
+"""b * seats / a of a full server, usually: 3.4 in `lab/workloads/h100-8b.toml`, which has the arithmetic."""
+_RECENT_STEPS = 0.002
+"""The same in the fit of step times, which needs many turns."""
+_PRIOR_TOKENS = 50.0
+"""Tokens that what is usual of them counts as much as, as if half had come at no load and half at twice the mean."""
 
 
 def _tenth(probability: float) -> int:

@@ -503,6 +503,7 @@ class Rollout:
             commands=tuple(exchange.command for exchange in child.history[len(self._committed.history) :]),
             elapsed=0.0 if since is None else anyio.current_time() - since,
             running=self._seats.running,
+            seats=self._seats.count,
         )
 
     def _record(self, parent: Branch, rendered: Tokens, draft: Draft, admitted: bool) -> None:
