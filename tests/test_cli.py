@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,9 @@ def test_it_can_be_stopped_while_it_loads(tmp_path: Path, number: signal.Signals
         wait_for(lambda: (tmp_path / "run" / "run.json").exists())
         time.sleep(moment)  # Into the imports, and into what they load.
         child.send_signal(number)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(10)
+        child.send_signal(number)  # As one does where it was swallowed: what is imported there may do so.
         _, stderr = child.communicate(timeout=20)
     assert child.returncode == code
     (line,) = stderr.splitlines()

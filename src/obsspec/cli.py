@@ -8,8 +8,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,7 +41,7 @@ class _Standard(Console):
 output = _Standard(markup=False, emoji=False, highlight=False)
 notes = Console(stderr=True, markup=False, emoji=False, highlight=False)
 
-_BAD_INPUT = 2
+_BAD_INPUT, _INTERRUPTED, _TERMINATED = 2, 130, 143
 _LARGEST_SEED = 2**63 - 1
 _LOCAL_EXTRA = ("torch", "transformers", "tokenizers", "peft", "safetensors", "gguf", "accelerate", "huggingface_hub")
 _LAB_EXTRA = ("trio", "pyarrow", "plotly")
@@ -350,55 +350,53 @@ def _interruptible(outcome: str) -> Iterator[None]:
 
 def main() -> None:
     """Entry point. Exit codes: 0, 1 (trajectories differ), 2 (bad input), 130 (Ctrl-C), 143 (SIGTERM)."""
-    terminated = False
-
-    def terminate(*_: object) -> None:
-        nonlocal terminated
-        terminated = True
-        signal.raise_signal(signal.SIGINT)  # As Ctrl-C, so that it cleans up in the same way.
-
-    signal.signal(signal.SIGTERM, terminate)
-    interrupted = 130
+    stop_requested = _watch_for_signals()
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # It cleans up as Ctrl-C does.
     try:
         code = app(standalone_mode=False)
-        if code == interrupted:  # Typer returns it for a KeyboardInterrupt.
-            print("obsspec: interrupted", file=sys.stderr)
-    except InputError as error:
-        code = _complain(str(error))
-    except Interruption as interruption:
-        code = interrupted
-        print(f"obsspec: interrupted; {interruption}", file=sys.stderr)
-    except TyperException as error:  # Without a message it has shown the help.
-        message = error.format_message()
-        code = _complain(f"{message} (--help explains)") if message else _BAD_INPUT
-    except ImportError as error:
-        if _came_of_ctrl_c(error):
-            code = interrupted
-            print("obsspec: interrupted", file=sys.stderr)
-        elif error.name in _LOCAL_EXTRA:
-            code = _complain(f"models in this process need {error.name}: pip install 'obsspec[local]'")
-        elif error.name in _LAB_EXTRA:
-            code = _complain(f"the lab needs {error.name}: pip install 'obsspec[lab]'")
-        else:
-            raise
-    except OSError as error:  # Of the machine rather than of an option: no room, no descriptors, a name too long.
-        code = _complain(f"{error.filename or 'this machine'}: {error.strerror or error}")
-    if code == interrupted and terminated:
-        code = 143
+        interruption = "" if code == _INTERRUPTED else None  # Typer returns it for a KeyboardInterrupt.
+    except Interruption as error:
+        interruption = f"; {error}"
+    except Exception as error:
+        # Some libraries, interrupted while they are imported, try otherwise and then fail for another reason.
+        interruption = "" if stop_requested() else None
+        if interruption is None:
+            code = _explain(error)
+    if interruption is not None:
+        print(f"obsspec: interrupted{interruption}", file=sys.stderr)
+        code = _TERMINATED if signal.SIGTERM in stop_requested() else _INTERRUPTED
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _came_of_ctrl_c(error: BaseException) -> bool:
-    """Some libraries, interrupted while they are imported, try otherwise and then fail for another reason.
+def _watch_for_signals() -> Callable[[], set[int]]:
+    """A function that tells which signals have come. It changes nothing in how they are handled."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    received: set[int] = set()
 
-    Numpy, imported once more after it was interrupted, complains of just that.
-    """
-    if "cannot load module more than once" in str(error):
-        return True
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, KeyboardInterrupt):
-        cause = cause.__context__
-    return cause is not None
+    def so_far() -> set[int]:
+        with suppress(BlockingIOError):
+            received.update(os.read(reading, 4096))
+        return received & {signal.SIGINT, signal.SIGTERM}
+
+    return so_far
+
+
+def _explain(error: Exception) -> int:
+    """One line on what went wrong, where it is not our fault. Raises it again where it is."""
+    match error:
+        case InputError():
+            return _complain(str(error))
+        case TyperException():  # Without a message it has shown the help.
+            message = error.format_message()
+            return _complain(f"{message} (--help explains)") if message else _BAD_INPUT
+        case ImportError() if error.name in _LOCAL_EXTRA:
+            return _complain(f"models in this process need {error.name}: pip install 'obsspec[local]'")
+        case OSError():  # Of the machine rather than of an option: no room, no descriptors, a name too long.
+            return _complain(f"{error.filename or 'this machine'}: {error.strerror or error}")
+    raise error
 
 
 def _complain(message: str) -> int:
