@@ -354,3 +354,16 @@ def test_without_the_local_extra_it_says_what_to_install(tmp_path: Path, missing
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
     assert "pip install 'obsspec[local]'" in complaint(finished)
+
+
+@pytest.mark.parametrize("missing", ["trio", "pyarrow", "plotly"])
+def test_without_the_lab_extra_it_says_what_to_install(missing: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; from obsspec.cli import main; main()"
+    finished = subprocess.run(
+        [sys.executable, "-c", program, "lab", "run", "paper-8b"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "pip install 'obsspec[lab]'" in complaint(finished)

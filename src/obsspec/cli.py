@@ -394,6 +394,8 @@ def _explain(error: Exception) -> int:
             return _complain(f"{message} (--help explains)") if message else _BAD_INPUT
         case ImportError() if error.name in _LOCAL_EXTRA:
             return _complain(f"models in this process need {error.name}: pip install 'obsspec[local]'")
+        case ImportError() if error.name in _LAB_EXTRA:
+            return _complain(f"the lab needs {error.name}: pip install 'obsspec[lab]'")
         case OSError():  # Of the machine rather than of an option: no room, no descriptors, a name too long.
             return _complain(f"{error.filename or 'this machine'}: {error.strerror or error}")
     raise error
