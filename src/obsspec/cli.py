@@ -19,7 +19,7 @@ import typer
 from rich.console import Console, ConsoleRenderable
 from typer.exceptions import TyperException
 
-from obsspec.errors import InputError
+from obsspec.errors import InputError, writing
 from obsspec.policies import Precision
 
 app = typer.Typer(
@@ -235,13 +235,13 @@ def demo(
     from obsspec.demo import PLAN, print_demo, run_demo
 
     if json_file is not None:
-        with _writable(json_file):
+        with writing(f"--json {json_file}", "file"):
             json_file.open("a").close()
     figures = run_demo(replace(PLAN, depth=depth, predictor=predictor), repeats, workers, notes)
     with _stdout():
         print_demo(figures, output)
     if json_file is not None:
-        with _writable(json_file):
+        with writing(f"--json {json_file}", "file"):
             json_file.write_text(json.dumps(asdict(figures), indent=2) + "\n")
     if figures.different:
         raise typer.Exit(1)
@@ -270,10 +270,8 @@ def lab_run(
 
     points = grid(config)
     if directory is not None:
-        try:
+        with writing(f"--output {directory}", "directory"):
             directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"--output {directory}: {error.strerror}; choose a directory") from None
     with (
         _interruptible("nothing was written, as the points belong together; the same command starts over"),
         counting(notes, "points", len(points)) as advance,
@@ -300,14 +298,6 @@ def lab_list(as_json: Json = False) -> None:
         _print_json({"workloads": names(), "schedules": {name: each.what for name, each in SCHEDULES.items()}})
     else:
         _print(names_tables())
-
-
-@contextmanager
-def _writable(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"--json {file}: {error.strerror}; choose a file that can be written") from None
 
 
 def _delays(latency: Any) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from obsspec.errors import InputError
+from obsspec.errors import InputError, writing, wrong_field
 from obsspec.rates import Rate
 from obsspec.shell import parse
 from obsspec.types import Action, Draft, Turn
@@ -222,11 +222,9 @@ class ExpectedValue:
         from pydantic import TypeAdapter  # Takes a quarter of a second, which most programs need not spend.
 
         written = file.with_name(f".{file.name}.new")
-        try:
+        with writing(file, "file"):
             written.write_bytes(TypeAdapter(ExpectedValue).dump_json(self, indent=1))
             written.replace(file)
-        except OSError as error:
-            raise InputError(f"{file}: {error.strerror}; choose a file that can be written") from None
 
     @classmethod
     def load(cls, file: Path) -> ExpectedValue:
@@ -238,9 +236,9 @@ class ExpectedValue:
         except OSError as error:
             raise InputError(f"{file}: {error.strerror}; give a file that a gate was saved to") from None
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise InputError(f"{file}: {where}: {first['msg']}; give a file that a gate was saved to") from None
+            raise InputError(
+                f"{file}: {wrong_field(error, 'the file')}; give a file that a gate was saved to"
+            ) from None
 
 
 _PRIOR_DRAFTS = 10.0

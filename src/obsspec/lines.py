@@ -15,7 +15,7 @@ from typing import BinaryIO, Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from obsspec.errors import InputError
+from obsspec.errors import InputError, writing, wrong_field
 
 Line = TypeVar("Line")
 
@@ -50,11 +50,9 @@ class LineFile(Generic[Line]):
         Raises InputError where the file cannot be written, is being written by another process, or holds anything
         else: then it stays as it was. The function raises InputError where the disk is full; all lines stay readable.
         """
-        try:
+        with writing(self.path, "place"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             stream = self.path.open("a+b", buffering=0)
-        except OSError as error:
-            raise InputError(f"{self.path}: {error.strerror}; choose a place that can be written") from None
         with stream:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,11 +84,9 @@ class LineFile(Generic[Line]):
             try:
                 parsed.append(self.adapter.validate_json(line))
             except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(map(str, first["loc"])) or "the line"
                 raise InputError(
-                    f"{self.path}, line {number}: {where}: {first['msg']}; not what {self.source} wrote, or changed "
-                    "since: remove that line"
+                    f"{self.path}, line {number}: {wrong_field(error, 'the line')}; not what {self.source} wrote, or "
+                    "changed since: remove that line"
                 ) from None
         return parsed
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import anyio
 
 from obsspec.speculation import Rollout, Speculator
 from obsspec.types import OpenEnvironment, Task, Trajectory
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +50,38 @@ async def rollouts(
     """
     if not isinstance(concurrency, int) or concurrency < 1:
         raise ValueError(f"concurrency must be a whole number of at least 1, not {concurrency!r}")
-    pending = enumerate(jobs)
     results: dict[int, Trajectory | Failure] = {}
+
+    async def run(numbered: tuple[int, tuple[Task, int]]) -> None:
+        place, (task, seed) = numbered
+        try:
+            results[place] = await rollout(speculator, task, open_environment, seed)
+        except Exception as error:
+            results[place] = Failure(task.id, seed, " ".join(f"{type(error).__name__}: {error}".split()))
+        finished(results[place])
+
+    await for_each(enumerate(jobs), run, concurrency)
+    return [results[place] for place in sorted(results)]
+
+
+async def for_each(items: Iterable[Item], work: Callable[[Item], Awaitable[None]], concurrency: int) -> None:
+    """Calls ``work`` with every item, in order, at most ``concurrency`` at once. What it raises ends them all."""
+    pending = iter(items)
     broken: list[Exception] = []
 
-    async def work() -> None:
-        for place, (task, seed) in pending:
-            try:
-                results[place] = await rollout(speculator, task, open_environment, seed)
-            except Exception as error:
-                results[place] = Failure(task.id, seed, " ".join(f"{type(error).__name__}: {error}".split()))
-            try:
-                finished(results[place])
-            except Exception as error:  # Raised below, outside the task group, which would wrap it.
-                broken.append(error)
-                workers.cancel_scope.cancel()
+    async def take() -> None:
+        try:
+            for item in pending:
+                await work(item)
+        except Exception as error:  # Raised below, outside the task group, which would wrap it.
+            broken.append(error)
+            workers.cancel_scope.cancel()
 
     async with anyio.create_task_group() as workers:
         for _ in range(concurrency):
-            workers.start_soon(work)
+            workers.start_soon(take)
     if broken:
         raise broken[0]
-    return [results[place] for place in sorted(results)]
 
 
 def _trajectory(run: Rollout, task: Task, seed: int, seconds: float, reward: float) -> Trajectory:

@@ -55,6 +55,7 @@ from obsspec.types import (
     Sampling,
     Step,
     Turn,
+    finish_of,
 )
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.25, 1024.0
@@ -446,7 +447,7 @@ class Rollout:
     async def _draft(self, branch: Branch) -> None:
         match branch.step:
             case Malformed(reply):  # What it will read is known without executing anything.
-                self._consider(branch, Draft(reply, 1.0), certain=True)
+                self._consider(branch, Draft(reply, 1.0))
             case Action() as action if self._predictor is not None:
                 branch.asked_at = anyio.current_time()
                 try:
@@ -468,7 +469,7 @@ class Rollout:
             for draft in tuple(branch.held.values()):
                 self._consider(branch, draft)
 
-    def _consider(self, parent: Branch, draft: Draft, certain: bool = False) -> None:
+    def _consider(self, parent: Branch, draft: Draft) -> None:
         """Grows a child on a draft, if the draft is usable, new, and worth a branch.
 
         A predictor may propose a draft again, with another probability: one that the gate held back may then pass.
@@ -483,6 +484,7 @@ class Rollout:
             return
         if rendered in parent.children:
             return
+        certain = isinstance(parent.step, Malformed)
         probability = 1.0 if certain else self._settings.gate.probability(draft)
         child = Branch(self._extend(parent, rendered), parent.turn + 1, _history(parent, draft.text), probability)
         possible = len(parent.children) < self._settings.breadth and self._token_budget(child.context) >= 1
@@ -523,10 +525,7 @@ class Rollout:
 
     def _finish_of(self, branch: Branch) -> Finish | None:
         """Whether the tokens alone show that the generation is over: it may have been suspended just then."""
-        tokens = branch.generation.tokens
-        if tokens and tokens[-1] in self._chat.stop:
-            return "stop"
-        return "length" if len(tokens) >= self._token_budget(branch.context) else None
+        return finish_of(branch.generation.tokens, self._chat.stop, self._token_budget(branch.context))
 
     def _extend(self, branch: Branch, rendered: Tokens) -> Context:
         generation = branch.generation

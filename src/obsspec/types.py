@@ -6,7 +6,7 @@ A seam is a Protocol whose docstring is its whole contract; implement it anywher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -15,6 +15,13 @@ from obsspec.context import Context, Tokens
 
 Finish = Literal["stop", "length"]
 """Why a generation ended: it sampled a stop token, or it used up its token budget."""
+
+
+def finish_of(tokens: Sequence[int], stop: Tokens, max_tokens: int) -> Finish | None:
+    """How a generation that holds ``tokens`` so far has ended, if it has."""
+    if tokens and tokens[-1] in stop:
+        return "stop"
+    return "length" if len(tokens) >= max_tokens else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import ConsoleRenderable, Group
 from rich.table import Table
 
-from obsspec.errors import InputError
+from obsspec.errors import writing
 from obsspec.lab.run import Figures, Point
 from obsspec.lab.schedules import SCHEDULES
 from obsspec.lab.workload import names, read, validated
@@ -103,11 +103,9 @@ def names_tables() -> ConsoleRenderable:
 def write(results: Sequence[Row], directory: Path, title: str) -> None:
     """Writes ``points.parquet`` and ``points.html``. Raises InputError where it cannot."""
     columns = {key: _column([row[key] for row in results]) for key in results[0]}
-    try:
+    with writing(f"--output {directory}", "directory"):
         pyarrow.parquet.write_table(pyarrow.table(columns), directory / "points.parquet")
         (directory / "points.html").write_text(_plot(results, title))
-    except OSError as error:
-        raise InputError(f"--output {directory}: {error.strerror or error}; choose one that can be written") from None
 
 
 def _column(values: list[Any]) -> list[Any]:

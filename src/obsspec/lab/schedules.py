@@ -18,11 +18,6 @@ def everything() -> Gate:
     return Threshold(0)
 
 
-def default_gate() -> Gate:
-    """The gate of the ``obsspec`` schedule, and of those that are otherwise as it is."""
-    return ExpectedValue()
-
-
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """How a workload is run."""
@@ -31,7 +26,7 @@ class Schedule:
     """For people."""
     depth: int = 2
     breadth: int = 1
-    gate: Callable[[], Gate] = default_gate
+    gate: Callable[[], Gate] = ExpectedValue
     scheduling: Scheduling = "priority"
     """Of the policy server."""
     budget: bool = True

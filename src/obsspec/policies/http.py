@@ -142,14 +142,6 @@ class Server:
         return PolicyError(message) if status == 429 or status >= 500 else ValueError(message)
 
 
-def finish_of(request: Request) -> Finish | None:
-    """How the generation has ended that a request is to resume, if it has."""
-    tokens = request.resume.tokens
-    if tokens and tokens[-1] in request.stop:
-        return "stop"
-    return "length" if len(tokens) >= request.max_tokens else None
-
-
 def seed_of(*numbers: int) -> int:
     """63 bits, the most that servers take, that are a function of ``numbers``."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()) >> 1

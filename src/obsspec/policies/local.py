@@ -21,7 +21,7 @@ import anyio
 import numpy as np
 import torch
 
-from obsspec.types import Chunk, Finish, Request, Sampling
+from obsspec.types import Chunk, Finish, Request, Sampling, finish_of
 
 if TYPE_CHECKING:
     from obsspec.context import Context, Tokens
@@ -54,7 +54,7 @@ class LocalPolicy:
         if not request.context.length:
             raise ValueError("the context is empty: there is nothing to continue")
         sampled = list(request.resume.tokens)
-        finish = _finish(request, sampled)
+        finish = finish_of(sampled, request.stop, request.max_tokens)
         if finish is not None:
             return finish
         unread = pieces(request.context) + [(token,) for token in sampled]
@@ -72,7 +72,7 @@ class LocalPolicy:
                     emit(Chunk((token,), (logprob,)))
                     sampled.append(token)
                     piece = (token,)
-                    finish = _finish(request, sampled)
+                    finish = finish_of(sampled, request.stop, request.max_tokens)
         return finish
 
     def _next(self, prefix: _Prefix, piece: Tokens, sampling: Sampling, uniform: float) -> tuple[int, float]:
@@ -120,13 +120,6 @@ def _uniform(seed: int, turn: int, position: int) -> float:
     """A number in [0, 1) that is a function of its arguments (Philox 4x64, Salmon et al. 2011: no state, no order)."""
     bits = np.random.Philox(key=seed % 2**128, counter=[0, position, turn, 0]).random_raw()
     return float(int(bits) >> 11) * 2.0**-53
-
-
-def _finish(request: Request, tokens: Sequence[int]) -> Finish | None:
-    """How a generation that holds ``tokens`` so far has ended, if it has."""
-    if tokens and tokens[-1] in request.stop:
-        return "stop"
-    return "length" if len(tokens) >= request.max_tokens else None
 
 
 class _Prefix:

@@ -15,8 +15,8 @@ from uuid import uuid4
 import anyio
 
 from obsspec.context import Context
-from obsspec.policies.http import Server, finish_of, seed_of
-from obsspec.types import Chunk, Finish, PolicyError, Request, Sampling
+from obsspec.policies.http import Server, seed_of
+from obsspec.types import Chunk, Finish, PolicyError, Request, Sampling, finish_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ class SglangPolicy:
 
     async def generate(self, request: Request, emit: Callable[[Chunk], None]) -> Finish:
         """See ``types.Policy``. Raises ValueError for what the server refuses, such as a context that is too long."""
-        if finish := finish_of(request):
+        if finish := finish_of(request.resume.tokens, request.stop, request.max_tokens):
             return finish
         resumed = len(request.resume.tokens)
         sampled = 0

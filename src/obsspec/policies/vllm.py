@@ -17,8 +17,8 @@ import anyio
 from obsspec.budget import Seats
 from obsspec.context import Context
 from obsspec.errors import InputError
-from obsspec.policies.http import Server, finish_of, seed_of
-from obsspec.types import Chunk, Finish, PolicyError, Request, Sampling
+from obsspec.policies.http import Server, seed_of
+from obsspec.types import Chunk, Finish, PolicyError, Request, Sampling, finish_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,7 +83,7 @@ class VllmPolicy:
 
     async def generate(self, request: Request, emit: Callable[[Chunk], None]) -> Finish:
         """See ``types.Policy``. Raises ValueError for what the server refuses, such as a context that is too long."""
-        if finish := finish_of(request):
+        if finish := finish_of(request.resume.tokens, request.stop, request.max_tokens):
             return finish
         sampling = request.sampling
         if not self.processed_logprobs and (sampling.temperature not in (0, 1) or sampling.top_p < 1):

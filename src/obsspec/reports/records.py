@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, TypeAdapter, model_validator
 
-from obsspec.errors import InputError
+from obsspec.errors import InputError, writing
 from obsspec.lines import LineFile, append_durably
 from obsspec.rollout import Failure
 from obsspec.types import Action, Generation, Interval, Trajectory, Turn
@@ -164,13 +164,13 @@ def open_run(path: Path, settings: dict[str, Any], resume: bool) -> Iterator[Run
     cannot be written, is being written by another process, holds a run already, or holds anything else's files.
     """
     file = path / _TRAJECTORIES
-    with _writable(path):
+    with writing(f"--output {path}", "directory"):
         path.mkdir(parents=True, exist_ok=True)
         holds_some = file.exists() and file.stat().st_size > 0
     if holds_some:
         _check_resumable(path, settings, resume)
     with _trajectories(path).writing() as (lines, append):
-        with _writable(path):
+        with writing(f"--output {path}", "directory"):
             if not lines:  # What is there, if anything, is of a run that brought nothing forth.
                 (path / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
             (path / _FAILURES).unlink(missing_ok=True)  # They are tried again.
@@ -208,11 +208,3 @@ def _check_resumable(path: Path, settings: dict[str, Any], resume: bool) -> None
                 f"--resume: {path / _SETTINGS} has {name} = {before.get(name)!r}, now it is {settings.get(name)!r};"
                 " use the same settings or choose another directory"
             )
-
-
-@contextmanager
-def _writable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"--output {path}: {error.strerror}; choose a directory that can be written") from None

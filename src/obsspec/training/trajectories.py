@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import anyio
 from pydantic import TypeAdapter
 
 from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
 from obsspec.context import Tokens
 from obsspec.lines import LineFile
 from obsspec.predictors.language_model import Limits, Prompts
+from obsspec.rollout import for_each
 from obsspec.tasks import Instance
 from obsspec.types import Exchange, Generation, OpenEnvironment, Query
 
@@ -70,31 +70,20 @@ async def collect(
     A line is written whole and synced; a crash loses at most the runs in flight, and the same call goes on.
     ``finished`` is called after each instance, for progress. Returns the ids of the tasks that stayed unsolved.
     """
-    pending = iter(instances)
     unsolved: list[str] = []
-    broken: list[Exception] = []
-
-    async def work(done: set[str], append: Callable[[ExpertRun], None]) -> None:
-        try:
-            for instance in pending:
-                if instance.task.id not in done:
-                    run, reward = await _run_expert(instance, open_environment)
-                    if reward == 1:
-                        append(run)
-                    else:
-                        unsolved.append(instance.task.id)
-                finished()
-        except Exception as error:  # Raised below, outside the task group, which would wrap it.
-            broken.append(error)
-            workers.cancel_scope.cancel()
-
     with _runs(file).writing() as (runs, append):
         done = {run.task for run in runs}
-        async with anyio.create_task_group() as workers:
-            for _ in range(concurrency):
-                workers.start_soon(work, done, append)
-    if broken:
-        raise broken[0]
+
+        async def work(instance: Instance) -> None:
+            if instance.task.id not in done:
+                run, reward = await _run_expert(instance, open_environment)
+                if reward == 1:
+                    append(run)
+                else:
+                    unsolved.append(instance.task.id)
+            finished()
+
+        await for_each(instances, work, concurrency)
     return unsolved
 
 
