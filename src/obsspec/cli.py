@@ -382,13 +382,18 @@ def _explain(error: Exception) -> int:
         case TyperException():  # Without a message it has shown the help.
             message = error.format_message()
             return _complain(f"{message} (--help explains)") if message else _BAD_INPUT
-        case ImportError() if error.name in _LOCAL_EXTRA:
-            return _complain(f"models in this process need {error.name}: pip install 'obsspec[local]'")
-        case ImportError() if error.name in _LAB_EXTRA:
-            return _complain(f"the lab needs {error.name}: pip install 'obsspec[lab]'")
+        case ImportError() if _package(error) in _LOCAL_EXTRA:
+            return _complain(f"models in this process need {_package(error)}: pip install 'obsspec[local]'")
+        case ImportError() if _package(error) in _LAB_EXTRA:
+            return _complain(f"the lab needs {_package(error)}: pip install 'obsspec[lab]'")
         case OSError():  # Of the machine rather than of an option: no room, no descriptors, a name too long.
             return _complain(f"{error.filename or 'this machine'}: {error.strerror or error}")
     raise error
+
+
+def _package(error: ImportError) -> str:
+    """What is not installed, also where it is asked for by a module in it."""
+    return (error.name or "").partition(".")[0]
 
 
 def _complain(message: str) -> int:
