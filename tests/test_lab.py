@@ -23,10 +23,12 @@ import trio.testing
 from obsspec import Context, Generation, InputError, Request, Sampling, Trajectory, rollouts
 from obsspec.lab.run import grid, simulate
 from obsspec.lab.schedules import SCHEDULES
-from obsspec.lab.server import STOP, Costs, Scheduling, SimulatedPolicyServer, serving
+from obsspec.lab.server import Costs, Scheduling, SimulatedPolicyServer, serving
 from obsspec.lab.workload import Distribution, Workload, merged, names, read, validated
 from obsspec.lab.world import Opening, World
-from obsspec.types import Chunk, Finish
+from obsspec.types import Action, Chunk, Finish
+
+STOP = -1
 
 # The server.
 
@@ -76,7 +78,7 @@ def served(
     """Runs requests, each with its times, against a server whose generations have ``lengths``, by seed."""
 
     async def run() -> Client:
-        server = SimulatedPolicyServer(costs, lambda request: lengths[request.seed], scheduling)
+        server = SimulatedPolicyServer(costs, lambda request: (lengths[request.seed], STOP), scheduling)
         client = Client(server)
         async with serving(server), anyio.create_task_group() as group:
             for name, (each, times) in requests.items():
@@ -209,7 +211,7 @@ def workload(**changes: Any) -> Workload:
 
 def trajectories(workload: Workload) -> list[Trajectory]:
     schedule = SCHEDULES[workload.schedule]
-    world = schedule.world(workload)
+    world = World(schedule.settle(workload))
 
     async def run() -> Any:
         async with serving(schedule.server(world)) as server:
@@ -255,6 +257,17 @@ def test_every_schedule_collects_the_same_trajectories() -> None:
         assert [each.context.tokens for each in collected] == expected
 
 
+def test_gate_and_budget_may_be_others_than_the_schedules() -> None:
+    full = {"rollouts": 32, "server": {"seats": 4, "step_seconds_per_sequence": 0.002}, "predictor": {"accuracy": 0.3}}
+    own = simulate(workload(**full))
+    unguarded = simulate(workload(**full, gate="everything", budget=False, depth=1))
+    reference = simulate(workload(**full, schedule="reference"))
+    assert unguarded.wasted_tokens > own.wasted_tokens
+    as_reference = merged(full, {"server": {"scheduling": "fcfs"}})
+    again = simulate(workload(**as_reference, gate="everything", budget=False, depth=1))
+    assert replace(again, cpu_seconds=0.0) == replace(reference, cpu_seconds=0.0)
+
+
 def test_the_same_workload_gives_the_same_figures() -> None:
     shared = {"predictor": {"server": "shared"}, "server": {"seats": 3, "step_seconds_per_sequence": 0.002}}
     for changes in ({}, shared, {"rollouts": 32, "server": {"seats": 4}}):
@@ -270,6 +283,34 @@ def test_the_predictor_is_right_as_often_as_it_says() -> None:
     quick = sum(each < 0.5 for one in trajectories(workload(schedule="sequential")) for each in tools(one)[:-1])
     assert slow_are_hard.hits == quick > 0
     assert simulate(workload(schedule="harmful")).hits == 0
+
+
+def test_a_world_model_that_is_sure_knows_which_of_its_drafts_are_exact() -> None:
+    """As many are exact, whatever it says of each; of those that it is sure of, as many as it says."""
+    for concentration in (math.inf, 1.0, 0.1):
+        changes = {"accuracy": 0.6, "further": [0.2], "concentration": concentration, "delay_seconds": 0.0}
+        world = World(workload(rollouts=400, predictor=changes))
+        drafts = [world.drafts(task.id, turn) for task, _ in world.jobs() for turn in range(6)]
+        assert sum(exact for (_, exact), _ in drafts) / len(drafts) == pytest.approx(0.6, abs=0.03)
+        assert sum(exact for _, (_, exact) in drafts) / len(drafts) == pytest.approx(0.2, abs=0.03)
+        sure = [exact for (chance, exact), _ in drafts if chance > 0.9]
+        assert len(sure) / len(drafts) == pytest.approx({math.inf: 0.0, 1.0: 0.31, 0.1: 0.57}[concentration], abs=0.03)
+        assert sum(sure) >= 0.95 * len(sure)
+
+
+def test_the_kind_of_a_command_tells_how_long_it_runs_as_far_as_it_is_said_to() -> None:
+    spread = {}
+    for predictability in (0.0, 0.5, 1.0):
+        tool = {"kinds": 4, "predictability": predictability}
+        commands: dict[str, list[float]] = {}
+        for trajectory in trajectories(workload(rollouts=100, turns=12, schedule="sequential", tool=tool)):
+            for turn in trajectory.turns:
+                assert isinstance(turn.step, Action) and turn.executing is not None
+                commands.setdefault(turn.step.command, []).append(turn.executing.seconds)
+        assert all(len(seconds) == pytest.approx(300, abs=60) for seconds in commands.values())
+        means = sorted(sum(seconds) / len(seconds) for seconds in commands.values())
+        spread[predictability] = means[-1] / means[0]
+    assert spread[0.0] < 1.3 < spread[0.5] < spread[1.0]
 
 
 def test_a_world_model_with_one_seat_answers_one_at_a_time() -> None:
@@ -402,6 +443,41 @@ def test_a_run_writes_a_table_a_file_and_a_plot(tmp_path: Path) -> None:
     assert "sequential" in obsspec("lab", "run", tmp_path / "tiny.toml", "--processes", "1").stdout
     listed = obsspec("lab", "list").stdout
     assert all(name in listed for name in (*names(), *SCHEDULES))
+
+
+def test_an_interrupted_grid_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    command = ("lab", "run", tmp_path / "tiny.toml", "--output", tmp_path / "out", "--json")
+    whole = obsspec(*command)
+    kept = tmp_path / "out" / "points.jsonl"
+    lines = kept.read_text().splitlines(keepends=True)
+    assert len(lines) == 6  # Of eight points: sequential rollouts are the same whatever the predictor.
+    kept.write_text("".join(lines[:2]) + lines[2][:20])
+    assert obsspec(*command).stdout.count('"kept_tokens"') == 8
+    assert kept.read_text().splitlines(keepends=True)[:2] == lines[:2]
+    again = obsspec(*command)  # All there: not even the CPU seconds change.
+    assert [without_cpu(row) for row in rows_of(again)] == [without_cpu(row) for row in rows_of(whole)]
+    assert rows_of(again) == rows_of(obsspec(*command))
+    kept.write_text("my notes\n")
+    refused = obsspec(*command)
+    assert (refused.returncode, "points.jsonl, line 1" in refused.stderr) == (2, True)
+    assert kept.read_text() == "my notes\n"
+
+
+def rows_of(finished: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)["points"]
+
+
+def without_cpu(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "cpu_seconds"}
+
+
+@pytest.mark.parametrize("above", [{"mean": 3.0}, {"sigma": 0.5}, {"mean": 3.0, "sigma": 0.5}])
+def test_a_lognormal_distribution_may_change_in_part(above: dict[str, float]) -> None:
+    changed = workload(tool={"seconds": above}).tool.seconds
+    assert (changed.mean, changed.sigma) == (above.get("mean", 1.0), above.get("sigma", 1.0))
+    assert workload(tool={"seconds": {"recorded": [2.0]}}).tool.seconds.mean is None
 
 
 @pytest.mark.parametrize(

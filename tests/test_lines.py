@@ -21,7 +21,7 @@ class Note:
 
 
 def notes(path: Path) -> LineFile[Note]:
-    return LineFile(path, TypeAdapter(Note), "the test", "as before")
+    return LineFile(path, TypeAdapter(Note), "task", "the test", "as before")
 
 
 def test_lines_are_appended_and_read_back(tmp_path: Path) -> None:

@@ -258,25 +258,31 @@ app.add_typer(lab, name="lab")
 def lab_run(
     config: Annotated[str, typer.Argument(help="A TOML file, or a shipped workload by its name.")],
     directory: Annotated[
-        Path | None, typer.Option("--output", help="Directory for `points.parquet` and `points.html`, a plot.")
+        Path | None,
+        typer.Option(
+            "--output",
+            help="Directory for `points.parquet`, `points.html`, a plot, and `points.jsonl`, by which a grid that was "
+            "interrupted goes on.",
+        ),
     ] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Cores to use; all if not given.")] = None,
     as_json: Json = False,
 ) -> None:
     """Simulate every point of a workload's grid; without a grid, the workload under every schedule."""
     from obsspec.lab.report import points_table, rows, write
-    from obsspec.lab.run import grid, run
+    from obsspec.lab.run import grid, recorded, run
     from obsspec.reports.tables import counting
 
     points = grid(config)
+    outcome = "nothing was written: give --output to go on from where it stopped"
     if directory is not None:
-        with writing(f"--output {directory}", "directory"):
-            directory.mkdir(parents=True, exist_ok=True)
+        outcome = f"the points so far are in {directory / 'points.jsonl'}; the same command goes on"
     with (
-        _interruptible("nothing was written, as the points belong together; the same command starts over"),
+        _interruptible(outcome),
+        recorded(directory) as (known, keep),
         counting(notes, "points", len(points)) as advance,
     ):
-        figures = run(points, advance, processes)
+        figures = run(points, advance, processes, known, keep)
     results = rows(points, figures)
     if directory is not None:
         write(results, directory, config)

@@ -19,9 +19,6 @@ from obsspec.errors import InputError, writing, wrong_field
 
 Line = TypeVar("Line")
 
-_OPENING = b'{"task":'
-"""How every line begins: its first field is its task."""
-
 
 @dataclass(frozen=True, slots=True)
 class LineFile(Generic[Line]):
@@ -29,6 +26,8 @@ class LineFile(Generic[Line]):
 
     path: Path
     adapter: TypeAdapter[Line]
+    first_field: str
+    """The name with which every line begins, by which a line that a crash tore is known from anything else."""
     source: str
     """What writes such files, for people."""
     resumed_by: str
@@ -62,7 +61,7 @@ class LineFile(Generic[Line]):
             content = stream.read()
             whole = content.rfind(b"\n") + 1
             lines, torn = self._parsed(content[:whole].split(b"\n")[:-1]), content[whole:]
-            if not torn.startswith(_OPENING[: len(torn)]):
+            if not torn.startswith(f'{{"{self.first_field}":'.encode()[: len(torn)]):
                 number = len(lines) + 1
                 raise InputError(f"{self.path}, line {number}: not what {self.source} writes; choose another file")
             os.truncate(stream.fileno(), whole)

@@ -7,22 +7,27 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import trio
 import trio.testing
+from pydantic import TypeAdapter
 
+from obsspec import __version__
 from obsspec.errors import InputError
 from obsspec.lab.schedules import SCHEDULES
 from obsspec.lab.server import serving
 from obsspec.lab.workload import Workload, merged, names, read, validated
-from obsspec.lab.world import Opening
+from obsspec.lab.world import Opening, World
+from obsspec.lines import LineFile
 from obsspec.rollout import rollouts
 from obsspec.types import Trajectory
 
@@ -117,7 +122,7 @@ def simulate(workload: Workload) -> Figures:
 
 async def _simulate(workload: Workload) -> Figures:
     schedule = SCHEDULES[workload.schedule]
-    world = schedule.world(workload)
+    world = World(schedule.settle(workload))
     began = time.process_time()
     async with serving(schedule.server(world)) as server:
         speculator = schedule.speculator(world, server)
@@ -160,38 +165,82 @@ def _reproducible_trio() -> Iterator[None]:
         scheduler._ALLOW_DETERMINISTIC_SCHEDULING, scheduler._r = before
 
 
-def run(points: list[Point], advance: Callable[[], None], processes: int | None = None) -> list[Figures]:
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A line of ``points.jsonl``: what came out of a workload that leaves nothing open to its schedule."""
+
+    workload: Workload
+    version: str
+    """Of ObsSpec, for another one may give other figures."""
+    figures: Figures
+
+
+@contextmanager
+def recorded(directory: Path | None) -> Iterator[tuple[Sequence[Simulated], Callable[[Simulated], None]]]:
+    """What ``points.jsonl`` in a directory holds already, and a function that adds to it, so that a grid that was
+    interrupted need not start over. Without a directory nothing is kept. Raises InputError where it cannot be used."""
+    if directory is None:
+        yield (), lambda simulated: None
+        return
+    adapter = TypeAdapter(Simulated)
+    file = LineFile(directory / "points.jsonl", adapter, "workload", "`obsspec lab run --output`", "the same way")
+    with file.writing() as (known, keep):
+        yield known, keep
+
+
+def run(
+    points: Sequence[Point],
+    advance: Callable[[], None],
+    processes: int | None = None,
+    known: Sequence[Simulated] = (),
+    keep: Callable[[Simulated], None] = lambda simulated: None,
+) -> list[Figures]:
     """The figures of all points, in their order, on ``processes`` cores: all of them by default.
 
-    Leaves no process behind however it ends. Raises InputError where the system killed one.
+    Points that can only come out alike are simulated once, such as sequential ones that differ in their predictor; and
+    those that are ``known`` not at all. ``keep`` is called with each of the others as it comes, ``advance`` once for
+    each point. Leaves no process behind however it ends. Raises InputError where the system killed one.
     """
-    done = []
-    with _workers(min(processes or len(os.sched_getaffinity(0)), len(points))) as workers:
+    settled = [SCHEDULES[point.workload.schedule].settle(point.workload) for point in points]
+    done = {each.workload.model_dump_json(): each.figures for each in known if each.version == __version__}
+    keys = [workload.model_dump_json() for workload in settled]
+    pending = {key: workload for key, workload in zip(keys, settled, strict=True) if key not in done}
+    counted = Counter(keys)
+    for key in done.keys() & counted.keys():
+        _repeat(advance, counted[key])
+    with _workers(min(processes or len(os.sched_getaffinity(0)), max(1, len(pending)))) as workers:
         try:
-            for figures in workers([point.workload for point in points]):
-                done.append(figures)
-                advance()
+            for key, figures in workers(pending):
+                done[key] = figures
+                keep(Simulated(pending[key], __version__, figures))
+                _repeat(advance, counted[key])
         except BrokenProcessPool:
             raise InputError("the system killed a process, perhaps for want of memory: use fewer --processes") from None
-    return done
+    return [done[key] for key in keys]
+
+
+def _repeat(call: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 _ENDING = {signal.SIGINT, signal.SIGTERM}
 
 
 @contextmanager
-def _workers(processes: int) -> Iterator[Callable[[list[Workload]], Iterator[Figures]]]:
-    """Simulates in processes that end with the block. Being told to end is for this process alone: they inherit that
-    it is blocked."""
+def _workers(processes: int) -> Iterator[Callable[[Mapping[str, Workload]], Iterator[tuple[str, Figures]]]]:
+    """Simulates in processes that end with the block, and yields what is done as it is. Being told to end is for this
+    process alone: they inherit that it is blocked."""
     others = set(multiprocessing.active_children())
     executor = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
 
-    def start(workloads: list[Workload]) -> Iterator[Figures]:
+    def start(workloads: Mapping[str, Workload]) -> Iterator[tuple[str, Figures]]:
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         try:
-            return executor.map(simulate, workloads)
+            keys = {executor.submit(simulate, workload): key for key, workload in workloads.items()}
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+        return ((keys[future], future.result()) for future in as_completed(keys))
 
     try:
         yield start

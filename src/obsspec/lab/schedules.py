@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from obsspec.budget import Seats
 from obsspec.gate import ExpectedValue, Gate, Threshold
 from obsspec.lab.server import Scheduling, SimulatedPolicyServer
-from obsspec.lab.workload import Workload
+from obsspec.lab.workload import GateName, Predictor, Workload
 from obsspec.lab.world import SimulatedChat, SimulatedWorldModel, World
 from obsspec.speculation import Settings, Speculator
 from obsspec.types import Sampling
@@ -16,6 +17,9 @@ from obsspec.types import Sampling
 
 def everything() -> Gate:
     return Threshold(0)
+
+
+GATES: dict[str, Callable[[], Gate]] = {"expected_value": ExpectedValue, "everything": everything}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class Schedule:
     """For people."""
     depth: int = 2
     breadth: int = 1
-    gate: Callable[[], Gate] = ExpectedValue
+    gate: GateName = "expected_value"
     scheduling: Scheduling = "priority"
     """Of the policy server."""
     budget: bool = True
@@ -36,31 +40,38 @@ class Schedule:
     always_wrong: bool = False
     """No draft is exact, though the predictor is as sure as ever."""
 
+    def settle(self, workload: Workload) -> Workload:
+        """The workload with all that it leaves to the schedule, and without what makes no difference under it."""
+        own = {
+            name: getattr(self, name) if getattr(workload, name) is None else getattr(workload, name)
+            for name in ("depth", "breadth", "gate", "budget")
+        }
+        server = workload.server.model_copy(update={"scheduling": workload.server.scheduling or self.scheduling})
+        predictor = workload.predictor
+        if self.clairvoyant or own["depth"] == 0:
+            predictor = Predictor(accuracy=1.0, delay_seconds=0.0)
+        return workload.model_copy(update={**own, "server": server, "predictor": predictor})
+
+    def server(self, world: World) -> SimulatedPolicyServer:
+        own = world.workload.server
+        assert own.scheduling is not None
+        return SimulatedPolicyServer(own.costs, world.generation, own.scheduling, free_speculation=self.clairvoyant)
+
     def speculator(self, world: World, server: SimulatedPolicyServer) -> Speculator:
+        """``world`` is that of a settled workload."""
         workload = world.workload
+        assert workload.depth is not None and workload.breadth is not None and workload.gate is not None
         settings = Settings(
             Sampling(max_tokens=_ENDLESS),
-            depth=self.depth if workload.depth is None else workload.depth,
-            breadth=self.breadth if workload.breadth is None else workload.breadth,
-            gate=self.gate(),
+            depth=workload.depth,
+            breadth=workload.breadth,
+            gate=GATES[workload.gate](),
             max_turns=workload.turns,
             max_context=_ENDLESS,
         )
         predictor = SimulatedWorldModel(world, server, self.always_wrong)
-        seats = Seats(workload.server.seats) if self.budget else Seats()
+        seats = Seats(workload.server.seats if workload.budget else math.inf)
         return Speculator(server, SimulatedChat(world), predictor, settings, seats)
-
-    def world(self, workload: Workload) -> World:
-        if self.clairvoyant:
-            exact = {"accuracy": 1.0, "further": (), "delay_seconds": 0.0, "delay_fraction": None, "server": "own"}
-            workload = workload.model_copy(update={"predictor": workload.predictor.model_copy(update=exact)})
-        return World(workload)
-
-    def server(self, world: World) -> SimulatedPolicyServer:
-        own = world.workload.server
-        return SimulatedPolicyServer(
-            own.costs, world.generation_tokens, own.scheduling or self.scheduling, free_speculation=self.clairvoyant
-        )
 
 
 _ENDLESS = 2**62
@@ -73,7 +84,7 @@ SCHEDULES = {
     "reference": Schedule(
         "as published: depth 1, every command attempted, no gate, no priority, no seats kept free",
         depth=1,
-        gate=everything,
+        gate="everything",
         scheduling="fcfs",
         budget=False,
     ),
@@ -81,7 +92,7 @@ SCHEDULES = {
     "clairvoyant": replace(
         _OBSSPEC,
         what="the bound at that depth: exact drafts at once, and room for speculation",
-        gate=everything,
+        gate="everything",
         budget=False,
         clairvoyant=True,
     ),

@@ -24,8 +24,8 @@ import anyio
 from obsspec.context import Context, Tokens
 from obsspec.types import Chunk, Finish, Request
 
-STOP = 0
-"""The token that ends a generation; all others are 1, as nobody reads them."""
+WORD = 1
+"""Every token of a generation but its last one, as nobody reads them."""
 
 Scheduling = Literal["fcfs", "priority"]
 """First come first served; or by ``Request.priority``, lower first, as in vLLM. Neither takes a seat away."""
@@ -64,8 +64,8 @@ class _Sequence:
     length: int
     """Tokens to generate, those that an earlier request emitted included."""
     emitted: int = 0
-    stops: bool = False
-    """Whether the last of them is the stop token."""
+    last: int = WORD
+    """The last of them: a stop token, unless the generation is cut."""
     emit: Callable[[Chunk], None] = lambda chunk: None
     request: Request | None = None
     free: bool = False
@@ -79,20 +79,20 @@ class _Sequence:
 class SimulatedPolicyServer:
     """A ``types.Policy``. To be used within `serving`, which does its work.
 
-    ``length`` says how many tokens a request's generation has, the stop token included; it is at least 1 and must be
-    a pure function of the request's context, seed and turn.
+    ``generation`` says how many tokens a request's generation has, at least 1, and which stop token is the last of
+    them. It must be a pure function of the request's context, seed and turn.
     """
 
     def __init__(
         self,
         costs: Costs,
-        length: Callable[[Request], int],
+        generation: Callable[[Request], tuple[int, int]],
         scheduling: Scheduling = "fcfs",
         free_speculation: bool = False,
     ) -> None:
         """``free_speculation``: speculative requests take no seat and slow nobody down, for bounds."""
         self._costs = costs
-        self._length = length
+        self._generation = generation
         self._by_priority = scheduling == "priority"
         self._free_speculation = free_speculation
         self._arrivals = count()
@@ -113,12 +113,12 @@ class SimulatedPolicyServer:
         """Sampled, those of aborted requests included."""
 
     async def generate(self, request: Request, emit: Callable[[Chunk], None]) -> Finish:
-        length = self._length(request)
+        length, stop = self._generation(request)
         free = self._free_speculation and request.priority > 0
-        stops = length <= request.max_tokens
         tokens = min(length, request.max_tokens)
-        await self._serve(_Sequence(tokens, len(request.resume.tokens), stops, emit, request, free), request.priority)
-        return "stop" if stops else "length"
+        last = stop if tokens == length else WORD
+        await self._serve(_Sequence(tokens, len(request.resume.tokens), last, emit, request, free), request.priority)
+        return "stop" if tokens == length else "length"
 
     async def work(self, tokens: int, priority: int) -> None:
         """Samples ``tokens`` tokens of something else that the server hosts, such as a world model's draft."""
@@ -197,8 +197,8 @@ class SimulatedPolicyServer:
         if not tokens:
             return
         sequence.emitted += tokens
-        stop = (STOP,) if sequence.stops and sequence.emitted == sequence.length else ()
-        sequence.emit(Chunk((1,) * (tokens - len(stop)) + stop, (0.0,) * tokens))
+        last = sequence.last if sequence.emitted == sequence.length else WORD
+        sequence.emit(Chunk((WORD,) * (tokens - 1) + (last,), (0.0,) * tokens))
 
     def _leave(self, sequence: _Sequence) -> None:
         del self._running[sequence]

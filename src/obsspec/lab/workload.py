@@ -27,11 +27,14 @@ def _whole(seats: float) -> float:
     return seats if math.isinf(seats) else int(seats)
 
 
+GateName = Literal["expected_value", "everything"]
+"""The product's own gate; or none: whatever is drafted gets a branch."""
+
 Seats = Annotated[float, AfterValidator(_whole)]
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class Distribution(_Table):
@@ -103,6 +106,10 @@ class Tool(_Table):
     """Seconds added to every call, as by a remote sandbox."""
     group_sigma: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Rollouts of one group share a lognormal factor, of mean 1, on their ``seconds``: slow tasks have stragglers."""
+    kinds: int = Field(default=1, ge=1)
+    """Of commands, equally frequent, which the gate can tell apart."""
+    predictability: float = Field(default=0.0, ge=0, le=1)
+    """How far a command's kind tells how long it runs: the correlation of their normal scores."""
 
     @property
     def mean_seconds(self) -> float:
@@ -130,6 +137,10 @@ class Predictor(_Table):
     which holds from so many seconds on."""
     further: tuple[float, ...] = ()
     """The chances of a second, third ... draft, for breadth."""
+    concentration: float = Field(default=math.inf, gt=0)
+    """The chance that the world model gives its first draft follows a beta distribution whose mean is ``accuracy`` and
+    whose two parameters have this sum. So a small one is a world model that is sure: of most drafts it knows that they
+    are exact, or that they are not. Infinite: it says the same of all."""
     delay_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """From the question to the drafts."""
     delay_fraction: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -202,6 +213,10 @@ class Workload(_Table):
     """Instead of the schedule's."""
     breadth: int | None = Field(default=None, ge=1)
     """Instead of the schedule's."""
+    gate: GateName | None = None
+    """Instead of the schedule's."""
+    budget: bool | None = None
+    """Instead of the schedule's: whether the client counts the server's seats."""
     tool: Tool
     generation: Generation
     predictor: Predictor
@@ -285,7 +300,8 @@ _ALTERNATIVES = ({"concurrency", "load"}, {"delay_seconds", "delay_fraction"}, {
 
 
 def merged(below: dict[str, Any], above: dict[str, Any], table: type[BaseModel] = Workload) -> dict[str, Any]:
-    """``below`` with what ``above`` says instead: tables key by key, distributions whole.
+    """``below`` with what ``above`` says instead: tables key by key, distributions whole, but for another mean or sigma
+    of one that is lognormal.
 
     A key also replaces those that exclude it, so that a load may be put on a workload that has a concurrency.
     """
@@ -294,9 +310,12 @@ def merged(below: dict[str, Any], above: dict[str, Any], table: type[BaseModel] 
         for alternatives in _ALTERNATIVES:
             for other in alternatives - {key} if key in alternatives else ():
                 result.pop(other, None)
-        inner = _table_of(table, key)
-        mergeable = inner not in (None, Distribution) and isinstance(result.get(key), dict) and isinstance(value, dict)
-        result[key] = merged(result[key], value, inner or table) if mergeable else value
+        inner, before = _table_of(table, key), result.get(key)
+        if inner is not None and isinstance(before, dict) and isinstance(value, dict):
+            whole = inner is Distribution and not ("mean" in before and value.keys() <= {"mean", "sigma"})
+            result[key] = value if whole else merged(before, value, inner)
+        else:
+            result[key] = value
     return result
 
 

@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
+from statistics import NormalDist
 from zlib import crc32
 
 import anyio
 
 from obsspec.context import Tokens
-from obsspec.lab.server import STOP, SimulatedPolicyServer
+from obsspec.lab.server import SimulatedPolicyServer
 from obsspec.lab.workload import Workload
 from obsspec.types import Action, Draft, Generation, Observation, Query, Request, Step, Task
 
@@ -40,27 +41,46 @@ class World:
             factor = math.exp(tool.group_sigma * self._random("group", group).gauss() - tool.group_sigma**2 / 2)
         return factor * tool.seconds.sample(self._random("tool", task, turn).random()) + tool.overhead
 
+    def kind(self, task: str, turn: int) -> int:
+        """Of the turn's command, the slowest kind last. Normal scores of the kind and of the call's time correlate."""
+        tool = self.workload.tool
+        time = _NORMAL.inv_cdf(_inside(self._random("tool", task, turn).random()))
+        noise = self._random("kind", task, turn).gauss()
+        score = tool.predictability * time + math.sqrt(1 - tool.predictability**2) * noise
+        return min(tool.kinds - 1, int(tool.kinds * _NORMAL.cdf(score)))
+
     def observation(self, task: str, turn: int) -> str:
         return f"{task}/{turn}"
 
     def observation_tokens(self, text: str) -> int:
         return max(1, round(self.workload.lengths.observation.sample(self._random("length", text).random())))
 
-    def generation_tokens(self, request: Request) -> int:
-        """Depends on the context through what was observed last: its first token stands for its text."""
+    def generation(self, request: Request) -> tuple[int, int]:
+        """How many tokens it has, and its last one, which stands for the kind of its command.
+
+        Depends on the context through what was observed last: its first token stands for its text.
+        """
         generation, observed = self.workload.generation, request.context.segment.tokens[0]
         uniform = self._random("generation", request.seed, request.turn, observed).random()
         if generation.tokens is not None:
-            return max(1, round(generation.tokens.sample(uniform)))
-        assert generation.seconds is not None
-        return max(1, round(generation.seconds.sample(uniform) / self.workload.server.costs.step(1)))
+            tokens = generation.tokens.sample(uniform)
+        else:
+            assert generation.seconds is not None
+            tokens = generation.seconds.sample(uniform) / self.workload.server.costs.step(1)
+        task = request.rollout.rpartition("#")[0]
+        return max(1, round(tokens)), stop_tokens(self.workload.tool.kinds)[self.kind(task, request.turn)]
 
     def drafts(self, task: str, turn: int) -> tuple[tuple[float, bool], ...]:
         """The chance of each, and whether it is exact: at most one is."""
         predictor = self.workload.predictor
         uniform = self._random("drafts", task, turn).random()
+        mean = first = predictor.chance(self.tool_seconds(task, turn))
+        if 0 < mean < 1 and not math.isinf(predictor.concentration):
+            weight = predictor.concentration
+            first = self._random("chance", task, turn).betavariate(mean * weight, (1 - mean) * weight)
+        rest = (1 - first) / (1 - mean) if mean < 1 else 0.0
         drafts, below = [], 0.0
-        for chance in (predictor.chance(self.tool_seconds(task, turn)), *predictor.further):
+        for chance in (first, *(further * rest for further in predictor.further)):
             drafts.append((chance, below <= uniform < below + chance))
             below += chance
         return tuple(drafts)
@@ -69,18 +89,34 @@ class World:
         return Random(f"{self.workload.seed}/{key}")
 
 
+_NORMAL = NormalDist()
+
+
+def _inside(uniform: float) -> float:
+    return min(max(uniform, 1e-12), 1 - 1e-12)
+
+
+def stop_tokens(kinds: int) -> Tokens:
+    """One for each kind of command."""
+    return tuple(range(-kinds, 0))
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedChat:
-    """A ``types.Chat``: every generation is an action, and an observation is as long as the world says."""
+    """A ``types.Chat``: every generation is an action, whose kind its last token says; an observation is as long as
+    the world says."""
 
     world: World
-    stop: Tokens = (STOP,)
+
+    @property
+    def stop(self) -> Tokens:
+        return stop_tokens(self.world.workload.tool.kinds)
 
     def start(self, instruction: str) -> Tokens:
         return (1,) * self.world.workload.lengths.prompt
 
     def parse(self, generation: Generation) -> Step:
-        return Action("work")
+        return Action(f"work{self.stop.index(generation.tokens[-1])}")
 
     def observe(self, generation: Generation, text: str) -> Tokens:
         return (crc32(text.encode()), *(1,) * (self.world.observation_tokens(text) - 1))

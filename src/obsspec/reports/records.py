@@ -183,7 +183,9 @@ def read_trajectories(path: Path) -> list[TrajectoryLine]:
 
 
 def _trajectories(path: Path) -> LineFile[TrajectoryLine]:
-    return LineFile(path / _TRAJECTORIES, TypeAdapter(TrajectoryLine), "`obsspec rollout --output`", "with --resume")
+    return LineFile(
+        path / _TRAJECTORIES, TypeAdapter(TrajectoryLine), "task", "`obsspec rollout --output`", "with --resume"
+    )
 
 
 def read_settings(path: Path) -> dict[str, Any]:

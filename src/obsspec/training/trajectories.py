@@ -93,7 +93,7 @@ def read_runs(file: Path) -> list[ExpertRun]:
 
 
 def _runs(file: Path) -> LineFile[ExpertRun]:
-    return LineFile(file, TypeAdapter(ExpertRun), "`obsspec warmstart --runs`", "with the same command")
+    return LineFile(file, TypeAdapter(ExpertRun), "task", "`obsspec warmstart --runs`", "with the same command")
 
 
 def rows(role: Role, run: ExpertRun, chat_format: ChatFormat) -> list[Row]:
