@@ -73,6 +73,14 @@ def test_a_branch_that_can_wait_for_its_own_tool_waits() -> None:
     assert quick.admits(bet(0.9, "make", "ls"))
 
 
+def test_a_later_tool_that_is_usually_quick_does_not_hide_the_generation_for_its_rare_slow_calls() -> None:
+    """Its mean is ten generations, yet most of the time a branch that looks over it is what hides the first tool."""
+    gate = learned(*[turn("make", 5.0)] * 50, *[turn("sometimes", 0.01)] * 9, turn("sometimes", 100.0))
+    assert gate.admits(bet(0.7, "make", "sometimes"))
+    slow = learned(*[turn("make", 5.0)] * 50, *[turn("always", 100.0)] * 10)
+    assert not slow.admits(bet(0.7, "make", "always", running=8))
+
+
 def test_times_of_the_kind_count_more_than_those_of_others() -> None:
     times = ToolTimes()
     for _ in range(50):

@@ -21,7 +21,8 @@ import trio
 import trio.testing
 
 from obsspec import Context, Generation, InputError, Request, Sampling, Trajectory, rollouts
-from obsspec.lab.run import grid, simulate
+from obsspec.lab.report import rows
+from obsspec.lab.run import Figures, Point, grid, run, simulate
 from obsspec.lab.schedules import SCHEDULES
 from obsspec.lab.server import Costs, Scheduling, SimulatedPolicyServer, serving
 from obsspec.lab.workload import Distribution, Workload, merged, names, read, validated
@@ -443,6 +444,13 @@ def test_a_run_writes_a_table_a_file_and_a_plot(tmp_path: Path) -> None:
     assert "sequential" in obsspec("lab", "run", tmp_path / "tiny.toml", "--processes", "1").stdout
     listed = obsspec("lab", "list").stdout
     assert all(name in listed for name in (*names(), *SCHEDULES))
+
+
+def test_what_comes_out_is_not_named_like_what_goes_in() -> None:
+    """Else a grid over it could not be told apart, and its points would be compared with one another."""
+    assert not Figures.__dataclass_fields__.keys() & Workload.model_fields.keys()
+    points = [Point({"rollouts": rollouts}, workload(rollouts=rollouts, schedule="sequential")) for rollouts in (2, 4)]
+    assert [row["latency_ratio"] for row in rows(points, run(points, lambda: None))] == [1.0, 1.0]
 
 
 def test_an_interrupted_grid_goes_on(tmp_path: Path) -> None:

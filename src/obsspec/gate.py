@@ -197,7 +197,8 @@ class ExpectedValue:
             return True
         first, *later = bet.commands
         most = self.generation_seconds
-        after = sum(self.tool_times.remaining(command, 0.0, _LONGEST) for command in later)
+        # Each at most as long as what it can hide: one very slow call in a hundred must not speak for the others.
+        after = sum(self.tool_times.remaining(command, 0.0, most) for command in later)
         hidden = self.tool_times.remaining(first, bet.elapsed, most, after)
         gain = hidden - min(most, after)
         loaded = self.step_times.slowdown(usual=_FULL / bet.seats) * bet.running
@@ -249,8 +250,6 @@ _PRIOR_TIMES = 4.0
 _MOST_TIMES = 256
 _MOST_TIMES_OF_A_KIND = 64
 _MOST_KINDS = 1000
-_LONGEST = 3600.0
-"""Seconds. No tool is expected to take longer."""
 _RECENT = 0.02
 """Weight of the latest turn in averages."""
 _FULL = 3.0

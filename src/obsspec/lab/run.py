@@ -34,10 +34,15 @@ from obsspec.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What came out of one point, over all its rollouts. Seconds are virtual where not said otherwise."""
+    """What came out of one point, over all its rollouts. Seconds are virtual where not said otherwise.
 
-    rollouts: int
-    concurrency: int
+    No name is also a key of a workload, so that both may stand in one row.
+    """
+
+    finished: int
+    """Rollouts."""
+    active: int
+    """Rollouts at the same time."""
     mean_latency: float
     """Agent latency of a rollout; waiting for its place among the concurrent ones is not in it."""
     makespan: float
@@ -71,11 +76,17 @@ class Point:
 
 
 def grid(config: str) -> list[Point]:
-    """The points of a configuration: the product of all that its ``[grid]`` table lists, under dotted keys.
+    """The points of a TOML file or of a shipped workload. Raises InputError."""
+    return points_of(read(config), config)
 
-    One that neither lists schedules nor names one is run under each of them. Raises InputError.
+
+def points_of(content: dict[str, Any], config: str) -> list[Point]:
+    """The product of all that the ``grid`` table in ``content`` lists, under dotted keys.
+
+    Without schedules to choose from, or one that it names, it is run under each of them. Raises InputError that names
+    ``config``.
     """
-    content = read(config)
+    content = dict(content)
     axes = dict(_axes(config, content.pop("grid", {})))
     if "schedule" not in axes and "schedule" not in content:
         axes["schedule"] = list(SCHEDULES)
@@ -135,8 +146,8 @@ async def _simulate(workload: Workload) -> Figures:
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     outcomes = [turn.outcome for turn in turns]
     return Figures(
-        rollouts=len(trajectories),
-        concurrency=workload.active,
+        finished=len(trajectories),
+        active=workload.active,
         mean_latency=sum(trajectory.seconds for trajectory in trajectories) / len(trajectories),
         makespan=makespan,
         tool_calls=len(turns),

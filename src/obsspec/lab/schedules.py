@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from obsspec.budget import Seats
 from obsspec.gate import ExpectedValue, Gate, Threshold
@@ -42,15 +43,15 @@ class Schedule:
 
     def settle(self, workload: Workload) -> Workload:
         """The workload with all that it leaves to the schedule, and without what makes no difference under it."""
-        own = {
-            name: getattr(self, name) if getattr(workload, name) is None else getattr(workload, name)
+        changes: dict[str, Any] = {
+            name: getattr(self if getattr(workload, name) is None or self.depth == 0 else workload, name)
             for name in ("depth", "breadth", "gate", "budget")
         }
-        server = workload.server.model_copy(update={"scheduling": workload.server.scheduling or self.scheduling})
-        predictor = workload.predictor
-        if self.clairvoyant or own["depth"] == 0:
-            predictor = Predictor(accuracy=1.0, delay_seconds=0.0)
-        return workload.model_copy(update={**own, "server": server, "predictor": predictor})
+        scheduling = workload.server.scheduling if self.depth else None
+        changes["server"] = workload.server.model_copy(update={"scheduling": scheduling or self.scheduling})
+        if self.clairvoyant or changes["depth"] == 0:
+            changes["predictor"] = Predictor(accuracy=1.0, delay_seconds=0.0)
+        return workload.model_copy(update=changes)
 
     def server(self, world: World) -> SimulatedPolicyServer:
         own = world.workload.server

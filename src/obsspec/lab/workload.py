@@ -210,13 +210,11 @@ class Workload(_Table):
     seed: int = 0
     schedule: str = "obsspec"
     depth: int | None = Field(default=None, ge=0)
-    """Instead of the schedule's."""
+    """Instead of the schedule's, as the next three; nothing makes the sequential schedule speculate."""
     breadth: int | None = Field(default=None, ge=1)
-    """Instead of the schedule's."""
     gate: GateName | None = None
-    """Instead of the schedule's."""
     budget: bool | None = None
-    """Instead of the schedule's: whether the client counts the server's seats."""
+    """Whether the client counts the server's seats."""
     tool: Tool
     generation: Generation
     predictor: Predictor
