@@ -201,7 +201,7 @@ class ExpectedValue:
         after = sum(self.tool_times.remaining(command, 0.0, most) for command in later)
         hidden = self.tool_times.remaining(first, bet.elapsed, most, after)
         gain = hidden - min(most, after)
-        loaded = self.step_times.slowdown(usual=_FULL / bet.seats) * bet.running
+        loaded = self.step_times.slowdown(usual=min(_MOST_SLOWDOWN, _FULL / bet.seats)) * bet.running
         price = loaded / (1 + loaded)
         waste = hidden + self.reading * bet.running
         return bet.probability * gain * (1 - price) > (1 - bet.probability) * waste * price
@@ -254,6 +254,8 @@ _RECENT = 0.02
 """Weight of the latest turn in averages."""
 _FULL = 3.0
 """b * seats / a of a full server, usually: 3.4 in `lab/workloads/h100-8b.toml`, which has the arithmetic."""
+_MOST_SLOWDOWN = 0.25
+"""b / a at the most, usually: servers with few seats are small ones, on which reading the weights still prevails."""
 _RECENT_STEPS = 0.002
 """The same in the fit of step times, which needs many turns."""
 _PRIOR_TOKENS = 50.0

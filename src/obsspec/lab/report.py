@@ -61,7 +61,9 @@ def _apart_from_schedule(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def points_table(results: Sequence[Row], title: str) -> ConsoleRenderable:
     shown = ("latency s", "ratio", "makespan s", "ratio", "hits", "of", "hidden s", "wasted", "busy s", "CPU s")
-    table = Table(*_keys(results[0]), title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for key in _keys(results[0]):
+        table.add_column(key, overflow="fold")
     for name in shown:
         table.add_column(name, justify="right")
     for row in results:
