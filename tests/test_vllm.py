@@ -491,6 +491,35 @@ async def test_trouble_passes_without_a_token_lost_or_repeated() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_silence_is_waited_out_while_the_server_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("obsspec.policies.http._SILENCE", 0.05)
+    asked = request(context=Context.of((5, 6)), max_tokens=3, sampling=Sampling())
+    there, questions = True, 0
+
+    async def answer(exchange: Exchange) -> None:
+        nonlocal questions
+        if exchange.path == "/health":
+            questions += 1
+            await exchange.json({}, 404 if there else 503)
+        else:
+            await until(lambda: questions >= 2)
+            await FakeVllm().write(exchange, 3)
+            if there:
+                await until(lambda: questions >= 4)
+                await exchange.end()
+            else:
+                await anyio.sleep_forever()
+
+    async with serve(answer) as url, Server(url) as server:
+        policy = VllmPolicy(server, "fake")
+        assert (await run(policy, asked)).tokens == (100, 101, 102)
+        there = False
+        with pytest.raises(PolicyError, match=r"^policy server http://[^\n]*: 503 "):
+            await policy.generate(asked, lambda chunk: None)
+
+
+@pytest.mark.anyio
 async def test_servers_that_cannot_be_used() -> None:
     fake = FakeVllm()
     models = {"data": [{"id": "fake", "max_model_len": None}]}
