@@ -137,6 +137,15 @@ def test_interrupted_it_keeps_what_is_done_and_goes_on(policy: Path, tmp_path: P
     assert len({line.task for line in lines}) == len(lines) == 12
 
 
+def test_what_the_gate_has_learned_is_kept(policy: Path, tmp_path: Path) -> None:
+    gate, turns = tmp_path / "gate.json", []
+    for name in ("first", "second"):
+        finished = rollout(policy, tmp_path / name, "--gate", str(gate))
+        assert finished.returncode == 0, finished.stderr
+        turns.append(json.loads(gate.read_text())["turns"])
+    assert turns[1] == 2 * turns[0] > 0
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("moment", [0.5, 1.5])
 def test_it_can_be_stopped_while_it_loads(tmp_path: Path, number: signal.Signals, code: int, moment: float) -> None:
@@ -183,7 +192,7 @@ def test_names_may_look_like_markup(policy: Path, tmp_path: Path) -> None:
     (suite / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt")
     finished = rollout(policy, tmp_path / "[red]", "--predictor", "off", tasks=str(suite))
     assert finished.returncode == 0, finished.stderr
-    assert "[red]" in finished.stdout
+    assert "[red]" in finished.stdout.replace("\n", "")  # Titles wrap.
     assert "[bold]x[" in finished.stdout
 
 
@@ -243,6 +252,10 @@ def complaint(finished: subprocess.CompletedProcess[str]) -> str:
         (["--policy", "x" * 5000], "File name too long"),
         (["--tasks", "generated:text/easy/0-99999999999"], "more than 100,000"),
         (["--tasks", "generated:text/easy/0", "--frobnicate"], "No such option: --frobnicate"),
+        (["--policy", "http://127.0.0.1:9"], "policy server http://127.0.0.1:9: ConnectError"),
+        (["--policy", "./missing", "--model", "x"], "--policy ./missing: is no URL of a server, and --model"),
+        (["--gate", "{dir}/file"], "{dir}/file: the file: Invalid JSON"),
+        (["--gate", "{dir}/none/gate"], "{dir}/none/gate: No such file or directory"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(policy: Path, tmp_path: Path, options: Sequence[str], message: str) -> None:

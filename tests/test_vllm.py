@@ -6,9 +6,12 @@ likely enough that it does not depend on whose float32 arithmetic it is.
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,6 +23,7 @@ import anyio
 import httpx
 import pytest
 import torch
+from rich.console import Console
 from torch.nn import functional
 
 from http_server import Exchange, serve, until
@@ -30,8 +34,12 @@ from obsspec.errors import InputError
 from obsspec.policies.http import Server
 from obsspec.policies.local import LocalPolicy
 from obsspec.policies.networks import HubNetwork
-from obsspec.policies.vllm import VllmPolicy
-from obsspec.rollout import rollout
+from obsspec.policies.vllm import Served as ServedModel
+from obsspec.policies.vllm import VllmPolicy, find_model
+from obsspec.reports.records import read_trajectories
+from obsspec.rollout import Failure, rollout
+from obsspec.runs import Plan
+from obsspec.runs import run as carry_out
 from obsspec.speculation import Settings, Speculator
 from obsspec.testing import ScriptedEnvironment
 from obsspec.types import Chunk, Draft, Generation, Observation, PolicyError, Query, Request, Sampling, Task
@@ -51,6 +59,7 @@ CHAT = TerminalChat(ChatFormat(tokenizer()))
 class Served:
     url: str
     model: Any
+    directory: Path
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +99,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             if process.poll() is not None or time.monotonic() > deadline:
                 pytest.fail("vLLM did not start:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-40:]))
             time.sleep(0.5)
-        yield Served(url, model)
+        yield Served(url, model, directory / "model")
     finally:
         process.terminate()
         process.wait(60)
@@ -300,7 +309,7 @@ async def test_others_requests_are_seen(served: Served) -> None:
 async def test_more_than_there_are_seats(served: Served) -> None:
     """Real work that comes last overtakes speculative requests that wait."""
     order: list[int] = []
-    async with VllmPolicy.connect(served.url, priority=True) as policy, anyio.create_task_group() as group:
+    async with VllmPolicy.connect(served.url) as policy, anyio.create_task_group() as group:
         for number in range(12):
             asked = request(seed=number, max_tokens=100, priority=0 if number == 11 else 1 + number)
             group.start_soon(run, policy, asked, lambda count, n=number: order.append(n) if count == 1 else None)
@@ -360,9 +369,7 @@ async def test_connect(served: Served) -> None:
         assert "\n" not in str(error.value)
         return str(error.value)
 
-    async with VllmPolicy.connect(
-        f"{served.url}/v1/", "alias", tokenizer(), max_context=LONGEST, priority=True
-    ) as policy:
+    async with VllmPolicy.connect(f"{served.url}/v1/", "alias", tokenizer(), max_context=LONGEST) as policy:
         assert (policy.model, policy.processed_logprobs) == ("alias", True)
     assert await refused(model="other") == f"policy server {served.url}: no model 'other'; it serves alias, tiny"
     assert "--max-model-len 4097, or lower max_context" in await refused(max_context=LONGEST + 1)
@@ -392,7 +399,7 @@ class Guess:
 @pytest.mark.anyio
 async def test_speculation_changes_nothing(served: Served) -> None:
     environment = ScriptedEnvironment(lambda commands: Observation(dict(EXCHANGES)[commands[-1]], seconds=0.5))
-    async with VllmPolicy.connect(served.url, tokenizer=tokenizer(), max_context=LONGEST, priority=True) as policy:
+    async with VllmPolicy.connect(served.url, tokenizer=tokenizer(), max_context=LONGEST) as policy:
 
         async def trajectory(depth: int) -> Any:
             environment.executed = ()
@@ -409,6 +416,49 @@ async def test_speculation_changes_nothing(served: Served) -> None:
     assert [turn.outcome for turn in plain.turns] == ["off"] * 5
     assert [turn.outcome for turn in speculative.turns] == ["hit", "miss", "hit", "hit", "off"]
     assert not running(served.url)
+
+
+# The command line. Its policy is the server's, so it has to do without PyTorch.
+
+OBSSPEC = (sys.executable, "-c", "import sys; sys.modules['torch'] = None; from obsspec.cli import main; main()")
+
+
+def rollout_command(served: Served, output: Path, *options: str) -> list[str]:
+    tasks = ("--tasks", "generated:text/easy/0-1", "--output", str(output), "--policy", f"{served.url}/v1")
+    return [*OBSSPEC, "rollout", *tasks, "--concurrency", "1", *options]
+
+
+def obsspec(command: list[str]) -> str:
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert all(line.startswith("rollouts: ") for line in finished.stderr.splitlines()), finished.stderr
+    return finished.stdout
+
+
+def test_command_line(served: Served, tmp_path: Path) -> None:
+    options = ("--temperature", "0", "--max-turns", "3", "--max-tokens", "24", "--gate", str(tmp_path / "gate.json"))
+    obsspec(rollout_command(served, tmp_path / "off", "--depth", "0", *options))
+    turns = [json.loads((tmp_path / "gate.json").read_text())["turns"]]
+    obsspec(rollout_command(served, tmp_path / "on", "--depth", "2", "--seats", "4", "--model", "tiny", *options))
+    turns.append(json.loads((tmp_path / "gate.json").read_text())["turns"])
+    assert turns[1] == 2 * turns[0] > 0  # The second run began with what the first had learned.
+    settings = json.loads((tmp_path / "on" / "run.json").read_text())
+    assert settings["model"] == "tiny"
+    assert settings["policy"] == settings["tokenizer"] == str(served.directory)
+    compared = obsspec([*OBSSPEC, "compare", str(tmp_path / "off"), str(tmp_path / "on")])
+    assert compared.rstrip().endswith("trajectories identical: 2 of 2")
+
+
+@pytest.mark.anyio
+async def test_command_line_interrupted(served: Served, tmp_path: Path) -> None:
+    endless = rollout_command(served, tmp_path / "run", "--max-tokens", "3000")
+    async with await anyio.open_process(endless, stdout=None, stderr=subprocess.PIPE) as child:
+        await until(lambda: running(served.url) == 1, 60)
+        child.send_signal(signal.SIGINT)
+        stderr = b"".join([data async for data in child.stderr]).decode()
+    assert child.returncode == 130
+    assert stderr.startswith("obsspec: interrupted; ") and "--resume" in stderr and len(stderr.splitlines()) == 1
+    await until(lambda: not running(served.url))
 
 
 # What a server does only when it is in trouble, from a stand-in.
@@ -487,7 +537,36 @@ async def test_trouble_passes_without_a_token_lost_or_repeated() -> None:
     ids = [exchange.headers["x-request-id"] for exchange in fake.exchanges]
     assert len(set(ids)) == len(ids) - 2  # the one that was told to wait was sent three times
     assert {exchange.headers["x-session-id"] for exchange in fake.exchanges} == {"na%C3%AFve%0A%233"}
-    assert all("priority" not in exchange.body for exchange in fake.exchanges)
+    assert {exchange.body["priority"] for exchange in fake.exchanges} == {0}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_silence_is_waited_out_while_the_server_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("obsspec.policies.http._SILENCE", 0.05)
+    asked = request(context=Context.of((5, 6)), max_tokens=3, sampling=Sampling())
+    there, questions = True, 0
+
+    async def answer(exchange: Exchange) -> None:
+        nonlocal questions
+        if exchange.path == "/health":
+            questions += 1
+            await exchange.json({}, 404 if there else 503)
+        else:
+            await until(lambda: questions >= 2)
+            await FakeVllm().write(exchange, 3)
+            if there:
+                await until(lambda: questions >= 4)
+                await exchange.end()
+            else:
+                await anyio.sleep_forever()
+
+    async with serve(answer) as url, Server(url) as server:
+        policy = VllmPolicy(server, "fake")
+        assert (await run(policy, asked)).tokens == (100, 101, 102)
+        there = False
+        with pytest.raises(PolicyError, match=r"^policy server http://[^\n]*: 503 "):
+            await policy.generate(asked, lambda chunk: None)
 
 
 @pytest.mark.anyio
@@ -522,3 +601,92 @@ async def test_servers_that_cannot_be_used() -> None:
                 await policy.generate(request(), lambda chunk: None)
             asked = request(context=Context.of((5, 6)), sampling=Sampling())
             assert (await run(policy, asked)).finish == "length"
+
+
+@pytest.mark.anyio
+async def test_what_a_server_says_of_its_models() -> None:
+    fake = FakeVllm()
+    cards = [
+        {"id": "base", "root": "org/model", "parent": None, "max_model_len": 4096},
+        {"id": "v1", "root": "/adapters/v1", "parent": "base"},
+        {"id": "v2", "root": "/adapters/v2", "parent": "org/other"},
+        {"id": "bare"},
+        {"id": "sglang", "owned_by": "sglang"},
+    ]
+
+    async def models(exchange: Exchange) -> None:
+        await exchange.json({"data": cards})
+
+    async with serve(fake) as url, Server(url) as server:
+        fake.answers = [models] * 6
+        assert await find_model(server) == ServedModel("base", "org/model", "org/model", 4096)
+        assert await find_model(server, "v1") == ServedModel("v1", "/adapters/v1", "org/model", float("inf"))
+        assert (await find_model(server, "v2")).base == "org/other"
+        assert (await find_model(server, "bare")).base == "bare"
+        with pytest.raises(InputError, match=r"no model 'v3'; it serves bare, base, sglang, v1, v2$"):
+            await find_model(server, "v3")
+        with pytest.raises(InputError, match=r"is SGLang; use obsspec\.policies\.sglang"):
+            await find_model(server, "sglang")
+
+
+@pytest.mark.anyio
+async def test_a_server_that_refuses_priorities_gets_none() -> None:
+    fake = FakeVllm()
+
+    async def write(exchange: Exchange) -> None:
+        if "priority" in exchange.body:
+            await exchange.json({"error": {"message": "Priority scheduling is not enabled"}}, 400)
+        else:
+            await fake.write(exchange, exchange.body["max_tokens"])
+            await exchange.end()
+
+    async with serve(fake) as url:
+        fake.answers = [lambda exchange: exchange.json({"data": [{"id": "fake"}]}), *[write] * 3]
+        async with VllmPolicy.connect(url) as policy:
+            asked = request(context=Context.of((5, 6)), sampling=Sampling())
+            assert (await run(policy, asked)).finish == "length"
+
+
+@pytest.mark.anyio
+async def test_runs_on_servers_that_cannot_be_used(tmp_path: Path) -> None:
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    broken = False
+
+    async def answer(exchange: Exchange) -> None:
+        if exchange.path == "/v1/models":
+            await exchange.json({"data": [{"id": "fake", "root": "/elsewhere"}]})
+        elif exchange.path == "/tokenize":
+            await exchange.json({"tokens": tokenizer().encode(exchange.body["prompt"], add_special_tokens=False)})
+        elif exchange.path == "/metrics":
+            await exchange.json({}, 404)
+        elif exchange.body["max_tokens"] > 1 and broken:
+            await exchange.json({"message": "EngineDead"}, 400)
+        else:
+            await FakeVllm().write(exchange, exchange.body["max_tokens"])
+            await exchange.end()
+
+    async def carried_out(**changes: Any) -> list[Failure]:
+        plan = Plan("generated:text/easy/0-1", url, **{"tokenizer": str(tmp_path / "tokenizer")} | changes)
+        arguments = (tmp_path / "run", True, 2, None, None, Console(quiet=True))
+        return await anyio.to_thread.run_sync(carry_out, plan, *arguments)
+
+    async with serve(answer) as url:
+        with pytest.raises(InputError, match="tokenizer /elsewhere: no such directory; give --tokenizer the one of"):
+            await carried_out(tokenizer=None)
+        with pytest.raises(InputError, match="no model 'other'; it serves fake"):
+            await carried_out(model="other")
+        with pytest.raises(InputError, match="start it with --logprobs-mode processed_logprobs"):
+            await carried_out(temperature=0.5)
+        assert not read_trajectories(tmp_path / "run")
+
+        broken = True
+        failures = await carried_out(max_turns=2, max_tokens=8)
+        assert [failure.error for failure in failures] == [f"ValueError: policy server {url}: 400 EngineDead"] * 2
+        assert (tmp_path / "run" / "failures.jsonl").read_text().count("EngineDead") == 2
+        broken = False
+        assert await carried_out(max_turns=2, max_tokens=8) == []
+    assert len(read_trajectories(tmp_path / "run")) == 2
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["policy"] == "/elsewhere"
+
+    async with serve(answer) as url:  # The same model in another place: nothing is left to be done.
+        assert await carried_out(max_turns=2, max_tokens=8) == []

@@ -82,8 +82,20 @@ def rollout(
     ],
     directory: Annotated[Path, typer.Option("--output", help="Directory for what comes out.")],
     policy: Annotated[
-        str, typer.Option(help="`builtin`, a model's directory or hub name, or an adapter's directory.")
+        str,
+        typer.Option(
+            help="`builtin`, a model's directory or hub name, or an adapter's directory; or the URL of a vLLM server, "
+            "such as `http://localhost:8000`. (SGLang servers are for the library: `obsspec.policies.sglang`.)"
+        ),
     ] = "builtin",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Which of a server's models or LoRA adapters; by default the first that it lists."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Directory or hub name of a served model's tokenizer; by default what the server says."),
+    ] = None,
     predictor: Annotated[str, typer.Option(help=_PREDICTOR)] = "rules,memory",
     world_model: Annotated[str, typer.Option(help="What `language_model` runs on; named like the policy.")] = "builtin",
     depth: Annotated[int, typer.Option(min=0, help="How many observations ahead to speculate; 0 is sequential.")] = 1,
@@ -92,13 +104,28 @@ def rollout(
     samples: Annotated[int, typer.Option(min=1, help="Rollouts of each task, with consecutive seeds.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 1.0,
     max_turns: Annotated[int, typer.Option(min=1, help="Most generations in a rollout.")] = 12,
-    precision: Annotated[Precision, typer.Option(help="Of the weights; int8 is for Llama models.")] = "int8",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a generation.")] = 128,
+    max_context: Annotated[int, typer.Option(min=1, help="Most tokens in a rollout.")] = 4096,
+    precision: Annotated[
+        Precision, typer.Option(help="Of weights in this process, not of a server's; int8 is for Llama models.")
+    ] = "int8",
     latency: Annotated[
         str,
         typer.Option(help="Delay added to every command, and reported: seconds, or `FILE.json:NAME`, quantiles."),
     ] = "0",
     concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at the same time.")] = 2,
-    workers: Annotated[int, typer.Option(min=1, help="Threads of the policy: one generation each.")] = 1,
+    seats: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Generations that the policy runs at once. In this process each takes a thread; 1 by default. Of a "
+            "server: its `--max-num-seqs`; by default speculation gives way when requests wait there.",
+        ),
+    ] = None,
+    gate: Annotated[
+        Path | None,
+        typer.Option(help="JSON file to keep what is learned of tools and drafts, for later runs to begin with."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run in --output.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -114,6 +141,8 @@ def rollout(
     plan = Plan(
         tasks=tasks,
         policy=policy,
+        model=model,
+        tokenizer=tokenizer,
         predictor=predictor,
         world_model=world_model,
         depth=depth,
@@ -122,11 +151,13 @@ def rollout(
         samples=samples,
         temperature=temperature,
         max_turns=max_turns,
+        max_tokens=max_tokens,
+        max_context=max_context,
         precision=precision,
         latency=latency,
     )
     with _interruptible(f"the rollouts that had ended are in {directory}; the same command with --resume goes on"):
-        broken = run(plan, directory, resume, concurrency, workers, notes)
+        broken = run(plan, directory, resume, concurrency, seats, gate, notes)
     summary = summarize(read_trajectories(directory))
     if as_json:
         _print_json(asdict(summary) | {"broken": len(broken), "latency": latency})
@@ -228,7 +259,7 @@ def demo(
     repeats: Annotated[int, typer.Option(min=1, help="How often every rollout is run both ways, interleaved.")] = 2,
     depth: Annotated[int, typer.Option(min=1, help="How many observations ahead to speculate.")] = 2,
     predictor: Annotated[str, typer.Option(help=_PREDICTOR)] = "rules,memory",
-    workers: Annotated[int, typer.Option(min=1, help="Threads of the policy: one generation each.")] = 2,
+    seats: Annotated[int, typer.Option(min=1, help="Generations that the policy runs at once, a thread each.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
 ) -> None:
     """Run the built-in policy on terminal tasks with speculation off and on: what it hid, and that nothing changed."""
@@ -237,7 +268,7 @@ def demo(
     if json_file is not None:
         with writing(f"--json {json_file}", "file"):
             json_file.open("a").close()
-    figures = run_demo(replace(PLAN, depth=depth, predictor=predictor), repeats, workers, notes)
+    figures = run_demo(replace(PLAN, depth=depth, predictor=predictor), repeats, seats, notes)
     with _stdout():
         print_demo(figures, output)
     if json_file is not None:

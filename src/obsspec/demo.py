@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 import anyio
 from rich.console import Console
 
+from obsspec.budget import Seats
+from obsspec.gate import ExpectedValue
 from obsspec.reports.comparison import Comparison, Difference, compare
 from obsspec.reports.records import TrajectoryLine, line_of
 from obsspec.reports.summary import Summary, summarize
@@ -49,17 +52,17 @@ class Figures:
     """Rollouts not compared, because the environment itself answered the same command differently."""
 
 
-def run_demo(plan: Plan, repeats: int, workers: int, notes: Console) -> Figures:
-    """Runs every rollout of the plan ``repeats`` times each way. ``workers``: threads of the policy."""
+def run_demo(plan: Plan, repeats: int, seats: int, notes: Console) -> Figures:
+    """Runs every rollout of the plan ``repeats`` times each way. ``seats``: generations at once."""
     plan.predictors()
     plans = {"off": replace(plan, depth=0), "on": plan}
-    lines = interleaved(plans, repeats, workers, notes)
+    lines = interleaved(plans, repeats, seats, notes)
     comparisons = [compare(off, on) for off, on in zip(lines["off"], lines["on"], strict=True)]
     return _figures(lines["off"], lines["on"], comparisons)
 
 
 def interleaved(
-    plans: Mapping[str, Plan], repeats: int, workers: int, notes: Console
+    plans: Mapping[str, Plan], repeats: int, seats: int, notes: Console
 ) -> dict[str, list[list[TrajectoryLine]]]:
     """Runs the same rollouts by each of several plans, one at a time, taking turns at which plan goes first.
 
@@ -77,13 +80,17 @@ def interleaved(
     async def run_all(advance: Callable[[], None]) -> None:
         order = list(plans)
         for repeat in range(repeats):
-            speculators = {name: models.speculator(plan, workers) for name, plan in plans.items()}
-            for task, seed in jobs:
-                for name in order:
-                    trajectory = await rollout(speculators[name], task, environments[name], seed)
-                    lines[name][repeat].append(line_of(trajectory, task.instruction, models.chat.text))
-                    advance()
-                order = [*order[1:], order[0]]
+            async with AsyncExitStack() as stack:
+                speculators = {
+                    name: await stack.enter_async_context(models.speculator(plan, Seats(seats), ExpectedValue()))
+                    for name, plan in plans.items()
+                }
+                for task, seed in jobs:
+                    for name in order:
+                        trajectory = await rollout(speculators[name], task, environments[name], seed)
+                        lines[name][repeat].append(line_of(trajectory, task.instruction, models.chat.text))
+                        advance()
+                    order = [*order[1:], order[0]]
 
     with counting(notes, "rollouts", len(plans) * repeats * len(jobs)) as advance:
         anyio.run(run_all, advance)

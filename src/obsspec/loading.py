@@ -1,62 +1,113 @@
-"""The models that a plan names, loaded into this process, and a speculator on them."""
+"""The models that a plan names, in this process or on a server, and a speculator on them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
 
 from obsspec.budget import Seats
 from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
-from obsspec.models import BUILTIN_POLICY, BUILTIN_WORLD_MODEL, DEFAULT_MODEL, adapter_base
+from obsspec.gate import Gate
+from obsspec.hub import load_tokenizer
 from obsspec.policies import Precision
-from obsspec.policies.local import LocalPolicy
-from obsspec.policies.networks import Network, load_network
+from obsspec.policies.vllm import VllmPolicy
 from obsspec.predictors import Cascade, LanguageModel, Memory, Rules
 from obsspec.runs import BUILTIN, Plan
 from obsspec.speculation import Speculator
-from obsspec.types import Predictor
+from obsspec.types import Policy, Predictor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from obsspec.policies.networks import Network
+
+OpenPolicy = Callable[[Seats], AbstractAsyncContextManager[Policy]]
+"""Opens a policy that runs so many requests at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models of a plan, loaded, in this process."""
+    """The models of a plan, loaded; a policy that is on a server has its tokenizer here."""
 
-    policy: Network
+    open_policy: OpenPolicy
     chat: TerminalChat
     world_model: tuple[Network, WorldModelChat] | None
     """None where the plan does not use it."""
 
     @classmethod
-    def load(cls, plan: Plan) -> Models:
-        """Raises InputError where a model cannot be had."""
-        policy, chat_format = _load(plan.policy, BUILTIN_POLICY, plan.precision)
+    def load(cls, plan: Plan, url: str | None = None) -> Models:
+        """``url``: of the server that has the policy; None for this process. Raises InputError for what is not there.
+
+        PyTorch is imported where a model runs in this process, and only then.
+        """
+        open_policy: OpenPolicy
+        if url is None:
+            network, tokenizer = _load(plan.policy, "policy", plan.precision)
+            open_policy = partial(_in_process, network)
+        else:
+            tokenizer = load_tokenizer(plan.tokenizer or "", f"give --tokenizer the one of the model at {url}")
+            open_policy = partial(_on_server, url, plan, tokenizer)
         world_model = None
         if "language_model" in plan.predictors():
-            network, world_model_format = _load(plan.world_model, BUILTIN_WORLD_MODEL, plan.precision)
-            world_model = (network, WorldModelChat(world_model_format))
-        return cls(policy, TerminalChat(chat_format), world_model)
+            network, its_tokenizer = _load(plan.world_model, "world_model", plan.precision)
+            world_model = (network, WorldModelChat(ChatFormat(its_tokenizer)))
+        return cls(open_policy, TerminalChat(ChatFormat(tokenizer)), world_model)
 
-    def speculator(self, plan: Plan, workers: int) -> Speculator:
-        """With empty caches and an empty memory: what it hits, it has learned since.
+    @asynccontextmanager
+    async def speculator(self, plan: Plan, seats: Seats, gate: Gate) -> AsyncIterator[Speculator]:
+        """With empty caches and an empty memory: what it hits, it has learned since, but for what ``gate`` knows.
 
-        ``workers``: threads of the policy, one generation each.
+        Raises InputError where the policy's server is not fit for the plan.
         """
         predictors: dict[str, Predictor] = {"rules": Rules(), "memory": Memory()}
         if self.world_model is not None:
+            from obsspec.policies.local import LocalPolicy
+
             network, chat = self.world_model
             predictors["language_model"] = LanguageModel(LocalPolicy(network), chat)
         chosen = {name: predictors[name] for name in plan.predictors()}
         cascade = Cascade(chosen) if chosen else None
-        return Speculator(LocalPolicy(self.policy, workers), self.chat, cascade, plan.settings(), Seats(workers))
+        async with self.open_policy(seats) as policy:
+            yield Speculator(policy, self.chat, cascade, replace(plan.settings(), gate=gate), seats)
 
 
-def _load(name: str, builtin: str, precision: Precision) -> tuple[Network, ChatFormat]:
+@asynccontextmanager
+async def _in_process(network: Network, seats: Seats) -> AsyncIterator[Policy]:
+    from obsspec.policies.local import LocalPolicy
+
+    yield LocalPolicy(network, int(seats.count))
+
+
+@asynccontextmanager
+async def _on_server(url: str, plan: Plan, tokenizer: PreTrainedTokenizerBase, seats: Seats) -> AsyncIterator[Policy]:
+    """With the server's word on what everybody asks of it, so that many processes can share it."""
+    failure: Exception | None = None
+    connection = VllmPolicy.connect(url, plan.model, tokenizer, max_context=plan.max_context)
+    async with connection as policy, anyio.create_task_group() as reports:
+        try:
+            policy.check(plan.settings().sampling)
+            reports.start_soon(policy.report, seats)
+            yield policy
+        except Exception as error:  # Kept from the task group, which would wrap it in an exception group.
+            failure = error
+        reports.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+def _load(name: str, role: str, precision: Precision) -> tuple[Network, PreTrainedTokenizerBase]:
     """A model by the name of a plan: ``builtin``, a model's directory or hub name, or an adapter's directory."""
+    from obsspec.models import DEFAULT_MODEL, adapter_base
+    from obsspec.policies.networks import load_network
+
     if name == BUILTIN:
-        base, adapter = DEFAULT_MODEL, builtin
-    elif (Path(name) / "adapter_config.json").is_file():
-        base, adapter = adapter_base(Path(name)), name
-    else:
-        base, adapter = name, None
-    network, tokenizer = load_network(base, adapter, precision)
-    return network, ChatFormat(tokenizer)
+        return load_network(DEFAULT_MODEL, f"builtin:{role}", precision)
+    if (Path(name) / "adapter_config.json").is_file():
+        return load_network(adapter_base(Path(name)), name, precision)
+    return load_network(name, None, precision)

@@ -6,26 +6,21 @@ kept in a cache directory.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import subprocess
 import sys
 import tempfile
-import warnings
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import httpx
-import huggingface_hub
 import torch
-import transformers
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from obsspec.errors import InputError
+from obsspec.hub import MODEL_FILES, find, first_line, quiet
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -33,7 +28,6 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 """SmolLM2-135M-Instruct (Apache-2.0)."""
 DEFAULT_CACHE = Path("~/.cache/obsspec")
 
-_HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
 _BUILTIN = "builtin:"
 BUILTIN_POLICY = f"{_BUILTIN}policy"
 BUILTIN_WORLD_MODEL = f"{_BUILTIN}world_model"
@@ -63,7 +57,7 @@ def load_model(
     if precision not in get_args(Precision):
         raise InputError(f"precision {precision!r} is not known; use float32, bfloat16 or, to run a policy, int8")
     where = None if adapter is None else adapter_directory(adapter)
-    with _quiet():
+    with quiet():
         model, tokenizer = _load_default(cache) if name == DEFAULT_MODEL else _load_named(name)
         if where is not None:
             model = _merged(model, name, where)
@@ -102,35 +96,11 @@ def _read(directory: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
 
 def _load_named(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    try:
-        path = Path(name).expanduser()
-        found = path.is_dir()
-    except (OSError, RuntimeError) as error:  # A name that is too long; a user that is unknown.
-        raise InputError(f"model {name}: {_first_line(error)}; {_REMEDY}") from None
-    if not found:
-        if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-            raise InputError(f"model {name}: no such directory; {_REMEDY}")
-        path = _from_hub(name)
+    path = find(f"model {name}", name, MODEL_FILES, _REMEDY)
     try:
         return _read(path)
     except Exception as error:  # Whatever is odd in its files: there is no end to what they may hold.
-        raise InputError(f"model {name}: not a complete model in {path} ({_first_line(error)})") from error
-
-
-def _from_hub(name: str) -> Path:
-    """Where the model's files are, fetched before or now."""
-    try:
-        httpx.head(huggingface_hub.constants.ENDPOINT, timeout=10)
-        reachable = True
-    except httpx.HTTPError:
-        reachable = False  # the hub's own client would find this out in a minute, and print its attempts
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=not reachable))
-    except (*_DAMAGED, httpx.HTTPError) as error:
-        why = _first_line(error) if reachable else "which cannot be reached"
-        raise InputError(
-            f"model {name}: no such directory, and not to be had from the model hub ({why}); {_REMEDY}"
-        ) from error
+        raise InputError(f"model {name}: not a complete model in {path} ({first_line(error)})") from error
 
 
 def _load_default(cache: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -142,7 +112,7 @@ def _load_default(cache: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         try:
             return _read(directory)
         except _DAMAGED as error:
-            print(f"{directory} cannot be read ({_first_line(error)}); building it again", file=sys.stderr)
+            print(f"{directory} cannot be read ({first_line(error)}); building it again", file=sys.stderr)
     _build_default(directory, replace=directory.exists())
     return _read(directory)
 
@@ -168,7 +138,7 @@ def _build_default(directory: Path, replace: bool) -> None:
                     raise
                 # Another process was quicker, and its copy will do.
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or _first_line(error)
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise InputError(f"model cache {directory.parent}: {reason}; make room or choose another directory") from error
 
 
@@ -223,7 +193,7 @@ def _merged(model: PreTrainedModel, name: str, directory: Path) -> PreTrainedMod
         raise
     except Exception as error:  # As for a model.
         raise InputError(
-            f"adapter {directory}: damaged, or trained on a model other than {name} ({_first_line(error)})"
+            f"adapter {directory}: damaged, or trained on a model other than {name} ({first_line(error)})"
         ) from error
     return merged
 
@@ -233,23 +203,3 @@ def _differ(base: str, name: str) -> bool:
     if Path(base).is_absolute() or Path(name).is_dir():
         return False
     return base.rpartition("/")[2].casefold() != name.rpartition("/")[2].casefold()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars or warnings: loading takes seconds, and what matters is raised."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

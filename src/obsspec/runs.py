@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import anyio
 from rich.console import Console
 
+from obsspec.budget import Seats
 from obsspec.environments.latency import parse_latency, with_latency
 from obsspec.environments.sandbox import open_sandbox
 from obsspec.errors import InputError
+from obsspec.gate import ExpectedValue
 from obsspec.policies import Precision
 from obsspec.reports.records import line_of, open_run
 from obsspec.reports.tables import counting
@@ -26,10 +30,17 @@ BUILTIN = "builtin"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What determines a run's results, as the command line has it. A resumed run must match it."""
+    """What determines a run's results, as the command line has it. A resumed run must match it.
+
+    Where the policy is on a server, a plan has its weights' own name as ``policy`` and not the URL: a run goes on where
+    the same model is served from another place. See `find_policy`.
+    """
 
     tasks: str
     policy: str = BUILTIN
+    model: str | None = None
+    """What the policy's server calls it; None for a policy in this process, as the next one."""
+    tokenizer: str | None = None
     predictor: str = "rules,memory"
     world_model: str = BUILTIN
     depth: int = 1
@@ -38,6 +49,8 @@ class Plan:
     samples: int = 1
     temperature: float = 1.0
     max_turns: int = 12
+    max_tokens: int = 128
+    max_context: int = 4096
     precision: Precision = "int8"
     latency: str = "0"
 
@@ -64,25 +77,66 @@ class Plan:
         return open_sandbox if latency is None else with_latency(open_sandbox, latency, self.seed)
 
     def settings(self) -> Settings:
-        sampling = Sampling(self.temperature, max_tokens=128)
-        return Settings(sampling, depth=self.depth, breadth=self.breadth, max_turns=self.max_turns)
+        sampling = Sampling(self.temperature, max_tokens=self.max_tokens)
+        return Settings(
+            sampling,
+            depth=self.depth,
+            breadth=self.breadth,
+            max_turns=self.max_turns,
+            max_context=self.max_context,
+        )
 
 
-def run(plan: Plan, output: Path, resume: bool, concurrency: int, workers: int, notes: Console) -> list[Failure]:
+def find_policy(plan: Plan) -> tuple[Plan, str | None]:
+    """The plan with the names of what is served where its policy is a server's URL, and that URL.
+
+    Raises InputError where the server cannot be reached or does not have the model.
+    """
+    if not plan.policy.startswith(("http://", "https://")):
+        if plan.model or plan.tokenizer:
+            raise InputError(
+                f"--policy {plan.policy}: is no URL of a server, and --model and --tokenizer are for those"
+            )
+        return plan, None
+    from obsspec.policies.http import Server
+    from obsspec.policies.vllm import Served, find_model
+
+    async def ask() -> Served:
+        async with Server(plan.policy) as server:
+            return await find_model(server, plan.model)
+
+    served = anyio.run(ask)
+    names = replace(plan, policy=served.weights, model=served.name, tokenizer=plan.tokenizer or served.base)
+    return names, plan.policy
+
+
+def run(
+    plan: Plan,
+    output: Path,
+    resume: bool,
+    concurrency: int,
+    seats: int | None,
+    gate_file: Path | None,
+    notes: Console,
+) -> list[Failure]:
     """Carries out what of ``plan`` is not in the directory ``output`` yet. Returns the rollouts that broke.
 
-    Raises InputError, before anything is loaded, where the plan cannot be carried out or ``output`` not be written.
+    ``seats``: how many requests the policy runs at once; if not given, one in this process, and on a server as many as
+    it takes. ``gate_file``: where what the gate learns is kept. Raises InputError, before anything is loaded, where the
+    plan cannot be carried out or ``output`` not be written.
     """
     plan.predictors()
     jobs, environment = plan.jobs(), plan.environment()
     instructions = {task.id: task.instruction for task, _ in jobs}
-    with open_run(output, asdict(plan), resume) as directory:
+    with notes.status("asking for the policy"):
+        plan, url = find_policy(plan)
+    policy_seats = Seats(seats or (1 if url is None else math.inf))
+    with open_run(output, asdict(plan), resume) as directory, _kept(gate_file) as gate:
         pending = [(task, seed) for task, seed in jobs if (task.id, seed) not in directory.done]
         with notes.status("loading the models"):
             from obsspec.loading import Models  # Imports for seconds; what is wrong with the plan has been said by now.
 
-            models = Models.load(plan)
-        speculator = models.speculator(plan, workers)
+            models = Models.load(plan, url)
         with counting(notes, "rollouts", len(jobs), len(jobs) - len(pending)) as advance:
 
             def finished(result: Trajectory | Failure) -> None:
@@ -92,5 +146,23 @@ def run(plan: Plan, output: Path, resume: bool, concurrency: int, workers: int, 
                     directory.write(line_of(result, instructions[result.task], models.chat.text))
                 advance()
 
-            results = anyio.run(rollouts, speculator, pending, environment, concurrency, finished)
+            async def run_all() -> list[Trajectory | Failure]:
+                async with models.speculator(plan, policy_seats, gate) as speculator:
+                    return await rollouts(speculator, pending, environment, concurrency, finished)
+
+            results = anyio.run(run_all)
     return [result for result in results if isinstance(result, Failure)]
+
+
+@contextmanager
+def _kept(file: Path | None) -> Iterator[ExpectedValue]:
+    """A gate that knows what ``file`` says, if there is one, and writes what it has learned there in the end."""
+    gate = ExpectedValue() if file is None or not file.exists() else ExpectedValue.load(file)
+    if file is None:
+        yield gate
+        return
+    gate.save(file)  # Whether it can be written is better known before hours of work.
+    try:
+        yield gate
+    finally:
+        gate.save(file)

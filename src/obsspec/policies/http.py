@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -18,6 +18,9 @@ from obsspec.types import Finish, PolicyError, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_SILENCE = 20.0
+"""Seconds without a token after which a server is asked whether it is there."""
 
 
 class Server:
@@ -64,9 +67,10 @@ class Server:
     async def stream(self, path: str, body: Any, headers: Mapping[str, str], take: Callable[[Any], None]) -> None:
         """Posts ``body`` and calls ``take`` with each event of the reply as it comes. Cancelled, it closes the
         connection."""
-        async with self._reply("POST", path, json=body, headers=headers) as response:
+        async with self._alive() as heard, self._reply("POST", path, json=body, headers=headers) as response:
             rest = b""
             async for data in response.aiter_bytes():
+                heard()
                 # Not aiter_lines(): it ends lines at U+2028 and the like, too, which JSON may hold.
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
@@ -76,6 +80,42 @@ class Server:
                             raise self._failure(_code(event["error"]), line[5:])
                         take(event)
                         await anyio.lowlevel.checkpoint_if_cancelled()
+
+    @asynccontextmanager
+    async def _alive(self) -> AsyncIterator[Callable[[], None]]:
+        """Raises PolicyError in a block that has heard nothing for long where the server takes no other request either.
+
+        One that shuts down ends its engine first, and then waits for the streams that the engine no longer feeds.
+        """
+        failure: Exception | None = None
+        heard_at = anyio.current_time()
+
+        def heard() -> None:
+            nonlocal heard_at
+            heard_at = anyio.current_time()
+
+        async def watch() -> None:
+            nonlocal failure
+            while failure is None:
+                await anyio.sleep_until(heard_at + _SILENCE)
+                if anyio.current_time() >= heard_at + _SILENCE:
+                    heard()
+                    try:
+                        with suppress(ValueError):  # It answers.
+                            await self.ask("GET", "/health")
+                    except PolicyError as error:
+                        failure = error
+            watching.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as watching:
+            watching.start_soon(watch)
+            try:
+                yield heard
+            except Exception as error:  # Kept from the task group, which would wrap it in an exception group.
+                failure = error
+            watching.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
 
     @contextmanager
     def starting(self) -> Iterator[None]:

@@ -6,8 +6,10 @@ from, and with ``--scheduling-policy priority`` where speculative requests are t
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 from uuid import uuid4
@@ -24,6 +26,38 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model, or a LoRA adapter, that a server offers."""
+
+    name: str
+    """What requests call it."""
+    weights: str
+    """Where the server has them from: a directory on its machine, or a name at the model hub."""
+    base: str
+    """The same of the model that an adapter is for, and that has the tokenizer."""
+    longest: float
+    """Most tokens in a context; infinite where it is not said."""
+
+
+async def find_model(server: Server, name: str | None = None) -> Served:
+    """What the server says of a model; of the first one where no ``name`` is given.
+
+    Raises InputError where the server cannot be reached, is another kind of server, or does not have the model.
+    """
+    with server.starting():
+        cards = {card["id"]: card for card in (await server.ask("GET", "/v1/models"))["data"]}
+        name = name or next(iter(cards), "")
+        if name not in cards:
+            raise InputError(f"policy server {server.url}: no model {name!r}; it serves {', '.join(sorted(cards))}")
+        card = cards[name]
+        if card.get("owned_by") == "sglang":
+            raise InputError(f"policy server {server.url}: is SGLang; use obsspec.policies.sglang, in Python")
+        weights, parent = card.get("root") or name, card.get("parent")
+        base = (cards[parent].get("root") if parent in cards else None) or parent or weights
+        return Served(name, weights, base, card.get("max_model_len") or math.inf)
+
+
 class VllmPolicy:
     """Samples from a vLLM server. A ``types.Policy``.
 
@@ -32,8 +66,8 @@ class VllmPolicy:
     was suspended goes on with other draws of the same distribution.
     """
 
-    def __init__(self, server: Server, model: str, priority: bool = False) -> None:
-        """``priority``: whether the server runs priority scheduling; others refuse requests that have one."""
+    def __init__(self, server: Server, model: str, priority: bool = True) -> None:
+        """``priority``: whether requests have theirs. Without priority scheduling servers ignore it, or refuse them."""
         self.model = model
         """The name that requests go to: a model's or a LoRA adapter's. May be set at any time, for later requests."""
         self.weight_version = 0
@@ -52,7 +86,6 @@ class VllmPolicy:
         model: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        priority: bool = False,
         max_context: int = 1,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[VllmPolicy]:
@@ -60,22 +93,17 @@ class VllmPolicy:
 
         ``model``: the first that is served, by default. ``tokenizer``: compared with the server's. ``max_context``:
         the most tokens that contexts will have. ``headers``: sent with every request. Raises InputError where the
-        server cannot be reached, lacks the model, cuts contexts shorter, has another tokenizer, refuses priorities, or
-        sends no token ids.
+        server cannot be reached, lacks the model, cuts contexts shorter, has another tokenizer, or sends no token ids.
         """
         async with Server(url, headers) as server:
+            served = await find_model(server, model)
+            if served.longest < max_context:
+                raise InputError(
+                    f"policy server {server.url}: {served.name} is served with contexts of {served.longest} tokens, "
+                    f"not {max_context}; start it with --max-model-len {max_context}, or lower max_context"
+                )
+            policy = cls(server, served.name)
             with server.starting():
-                served = {card["id"]: card for card in (await server.ask("GET", "/v1/models"))["data"]}
-                policy = cls(server, model or next(iter(served), ""), priority)
-                if policy.model not in served:
-                    names = ", ".join(sorted(served))
-                    raise InputError(f"policy server {server.url}: no model {policy.model!r}; it serves {names}")
-                longest = served[policy.model].get("max_model_len") or max_context
-                if longest < max_context:
-                    raise InputError(
-                        f"policy server {server.url}: {policy.model} is served with contexts of {longest} tokens, not "
-                        f"{max_context}; start it with --max-model-len {max_context}, or lower max_context"
-                    )
                 if tokenizer is not None:
                     await server.check_tokenizer(tokenizer, policy.model)
                 await policy._try(len(tokenizer) - 1 if tokenizer is not None else 0)
@@ -85,12 +113,7 @@ class VllmPolicy:
         """See ``types.Policy``. Raises ValueError for what the server refuses, such as a context that is too long."""
         if finish := finish_of(request.resume.tokens, request.stop, request.max_tokens):
             return finish
-        sampling = request.sampling
-        if not self.processed_logprobs and (sampling.temperature not in (0, 1) or sampling.top_p < 1):
-            raise InputError(
-                f"policy server {self._server.url}: its log-probabilities are not those of temperature "
-                f"{sampling.temperature} and top_p {sampling.top_p}; start it with --logprobs-mode processed_logprobs"
-            )
+        self.check(request.sampling)
         sampled = len(request.resume.tokens)
         version = self.weight_version
         reason: str | None = None
@@ -111,13 +134,21 @@ class VllmPolicy:
         await self._server.stream("/v1/completions", self._body(request), headers, take)
         return self._server.ended(request, sampled, reason)
 
+    def check(self, sampling: Sampling) -> None:
+        """Raises InputError where the server's log-probabilities would be of another distribution than its tokens."""
+        if not self.processed_logprobs and (sampling.temperature not in (0, 1) or sampling.top_p < 1):
+            raise InputError(
+                f"policy server {self._server.url}: its log-probabilities are not those of temperature "
+                f"{sampling.temperature} and top_p {sampling.top_p}; start it with --logprobs-mode processed_logprobs"
+            )
+
     async def report(self, seats: Seats, every: float = 1.0) -> None:
         """Tells ``seats`` of everybody's requests, each ``every`` seconds until it is cancelled.
 
         For servers that other processes use as well. While the server cannot be asked, what it said last holds.
         """
         while True:
-            with suppress(PolicyError):
+            with suppress(PolicyError, ValueError):
                 running, waiting = await self._server.metrics("vllm:num_requests_running", "vllm:num_requests_waiting")
                 seats.report(int(running), int(waiting))
             await anyio.sleep(every)
@@ -151,5 +182,9 @@ class VllmPolicy:
         """Samples one token after ``token`` from a nucleus of one: whatever it is, its log-probability there is 0."""
         chunks: list[Chunk] = []
         asked = Request(Context.of((token,)), Sampling(top_p=1e-6), 1, (), seed=0, turn=0, priority=1)
-        await self.generate(asked, chunks.append)
+        try:
+            await self.generate(asked, chunks.append)
+        except ValueError:
+            self._priority = False  # If that is not what it refused, it refuses the next one as well.
+            await self.generate(asked, chunks.append)
         self.processed_logprobs = chunks[0].logprobs[0] > -1e-6
