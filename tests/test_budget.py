@@ -10,6 +10,8 @@ import pytest
 import trio
 import trio.testing
 from anyio.abc import TaskGroup
+from hypothesis import given
+from hypothesis import strategies as st
 
 from obsspec import Seats
 
@@ -118,6 +120,50 @@ def test_speculation_gives_way_to_requests_that_wait_in_the_server() -> None:
             seats.report(running=2, waiting=0)
             await anyio.wait_all_tasks_blocked()
             assert later.holds
+            group.cancel_scope.cancel()
+
+    virtually(main)
+
+
+@given(st.data())
+def test_whatever_comes_goes_and_changes_the_first_in_rank_is_seated_and_the_last_suspended(
+    data: st.DataObject,
+) -> None:
+    """Against the rules in a few lines, which look at everything each time. Ranks are few, so that there are ties."""
+    count = data.draw(st.integers(1, 3))
+    ranks = st.tuples(st.sampled_from([0.0, 1.0, 2.0]), st.sampled_from([-0.9, -0.5]))
+
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            seats = Seats(count)
+            waiting: list[Request] = []
+            holding: list[Request] = []
+            for _ in range(data.draw(st.integers(1, 25))):
+                present = waiting + holding
+                change = data.draw(st.sampled_from(["comes", "goes", "changes"] if present else ["comes"]))
+                if change == "comes":
+                    waiting.append(Request(seats, 0))
+                    waiting[-1].rank = data.draw(ranks)
+                    await waiting[-1].start(group)
+                else:
+                    request = data.draw(st.sampled_from(present))
+                    if change == "goes":
+                        request.suspend()
+                        (waiting if request in waiting else holding).remove(request)
+                    else:
+                        request.rank = data.draw(ranks)
+                        seats.reconsider()
+                    await anyio.wait_all_tasks_blocked()
+                while waiting:
+                    first = min(waiting, key=lambda each: each.rank)
+                    if len(holding) == count:
+                        last = max(holding, key=lambda each: each.rank)
+                        if first.rank[0] > 0 or last.rank[0] == 0:
+                            break
+                        holding.remove(last)
+                    waiting.remove(first)
+                    holding.append(first)
+                assert [each.holds for each in waiting + holding] == [False] * len(waiting) + [True] * len(holding)
             group.cancel_scope.cancel()
 
     virtually(main)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from heapq import heapify, heappop, heappush
+from itertools import count as counting
 from typing import Protocol
 
 import anyio
@@ -41,6 +43,15 @@ class Seats:
         self._holding: dict[Claimant, None] = {}
         """In the order in which they got their seats, so that ties are settled alike in every run."""
         self._waiting: dict[Claimant, anyio.Event] = {}
+        """In the order in which they came."""
+        # What follows is worked out from the ranks of all of those, but only once for each change of a rank: there may
+        # be a thousand of them, and several come or go in every turn of every rollout.
+        self._ranked = True
+        self._speculative: dict[Claimant, None] = {}
+        """The holders that are speculative, in the same order."""
+        self._queue: list[tuple[tuple[float, float], int, Claimant, anyio.Event]] = []
+        """A heap of those that wait, each with its rank and when it came; and of some that wait no more."""
+        self._arrivals = counting()
         self._others = 0
         self._queued = 0
         self._request_seconds = 0.0
@@ -75,7 +86,8 @@ class Seats:
         """Waits for a seat, and holds it for the block. A waiter that is cancelled holds nothing."""
         granted = anyio.Event()
         self._waiting[claimant] = granted
-        self.reconsider()
+        heappush(self._queue, (claimant.rank, next(self._arrivals), claimant, granted))
+        self._distribute()
         try:
             await granted.wait()
             yield
@@ -83,27 +95,54 @@ class Seats:
             if claimant in self._holding:
                 self.request_seconds()
                 del self._holding[claimant]
+                self._speculative.pop(claimant, None)
             else:
                 del self._waiting[claimant]
-            self.reconsider()
+            self._distribute()
 
     def reconsider(self) -> None:
         """Hands free seats out and suspends for real work. To be called whenever a rank has changed."""
-        while self._waiting:
-            claimant = min(self._waiting, key=lambda waiting: waiting.rank)
-            real = claimant.rank[0] == 0
+        self._ranked = False
+        self._distribute()
+
+    def _distribute(self) -> None:
+        while first := self._first():
+            real = first.rank[0] == 0
             if not (self._has_room() if real else self._has_room(self._others) and not self._queued):
                 break
             self.request_seconds()
-            self._holding[claimant] = None
-            self._waiting.pop(claimant).set()
-        real_waiting = sum(waiting.rank[0] == 0 for waiting in self._waiting)
-        if real_waiting:
+            self._holding[first] = None
+            if not real:
+                self._speculative[first] = None
+            self._waiting.pop(first).set()
+        if first and real and self._speculative:
+            real_waiting = sum(waiting.rank[0] == 0 for waiting in self._waiting)
             self._suspend(real_waiting - sum(holder.leaving for holder in self._holding))
+
+    def _first(self) -> Claimant | None:
+        """Of those that wait, the one with the smallest rank; of several, the one that came first."""
+        if not self._waiting:
+            self._queue.clear()
+            return None
+        self._rank()
+        while True:
+            _, _, claimant, granted = self._queue[0]
+            if self._waiting.get(claimant) is granted:
+                return claimant
+            heappop(self._queue)
+
+    def _rank(self) -> None:
+        """Reads all ranks, where one may have changed."""
+        if not self._ranked:
+            self._ranked = True
+            self._speculative = {holder: None for holder in self._holding if holder.rank[0] > 0}
+            self._queue = [(who.rank, next(self._arrivals), who, granted) for who, granted in self._waiting.items()]
+            heapify(self._queue)
 
     def _suspend(self, most: int) -> None:
         """Tells the least valuable speculative holders to go, at most so many."""
-        suspendable = [holder for holder in self._holding if holder.rank[0] > 0 and not holder.leaving]
+        self._rank()
+        suspendable = [holder for holder in self._speculative if not holder.leaving]
         suspendable.sort(key=lambda holder: holder.rank, reverse=True)
         for holder in suspendable[: max(0, most)]:
             holder.suspend()

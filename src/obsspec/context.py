@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 Tokens = tuple[int, ...]
 """Token ids."""
@@ -61,7 +62,7 @@ class Context:
     @property
     def tokens(self) -> Tokens:
         """All token ids, oldest first; ``length`` of them."""
-        return tuple(token for segment in self.segments() for token in segment.tokens)
+        return tuple(chain.from_iterable(segment.tokens for segment in self.segments()))
 
     @property
     def mask(self) -> tuple[bool, ...]:

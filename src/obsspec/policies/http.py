@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _SILENCE = 20.0
 """Seconds without a token after which a server is asked whether it is there."""
+_IDLE_SECONDS = 2.0
+"""Servers close what is idle for 5 s. A request on a connection that is just being closed would fail."""
 
 
 class Server:
@@ -34,15 +37,12 @@ class Server:
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         """``headers`` go with every request, for instance ``Authorization``. Raises InputError for what is no URL."""
         self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = headers
+        self._certificates = httpx.create_ssl_context()  # Takes 20 ms and half a megabyte: one for all.
+        self._idle: deque[tuple[float, httpx.AsyncClient]] = deque()
+        """Each with the time since when; the latest comes last."""
         try:
-            self._client = httpx.AsyncClient(
-                base_url=self.url,
-                headers=headers,
-                # Between tokens there is no limit: the server may be full, or paused.
-                timeout=httpx.Timeout(None, connect=10.0),
-                # Servers close what is idle for 5 s. A request on a connection that is just being closed would fail.
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
-            )
+            self._connection()
         except httpx.InvalidURL as error:
             raise InputError(f"policy server {url}: {error}; give a URL like http://localhost:8000") from None
 
@@ -50,7 +50,8 @@ class Server:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+        while self._idle:
+            await self._idle.pop()[1].aclose()
 
     async def ask(self, method: str, path: str, body: Any = None) -> Any:
         """The JSON of one reply; None where it is empty."""
@@ -75,10 +76,8 @@ class Server:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
-                        event = json.loads(line[5:])
-                        if "error" in event:
-                            raise self._failure(_code(event["error"]), line[5:])
-                        take(event)
+                        # Not kept in a variable until the next one: the first may hold the whole prompt.
+                        take(self._event(line[5:]))
                         await anyio.lowlevel.checkpoint_if_cancelled()
 
     @asynccontextmanager
@@ -164,7 +163,7 @@ class Server:
     async def _reply(self, method: str, path: str, **request: Any) -> AsyncIterator[httpx.Response]:
         try:
             while True:
-                async with self._client.stream(method, path, **request) as response:
+                async with self._client() as client, client.stream(method, path, **request) as response:
                     if response.is_success:
                         yield response
                         return
@@ -176,6 +175,34 @@ class Server:
         except (httpx.RequestError, json.JSONDecodeError) as error:
             reason = " ".join(f"{type(error).__name__} {error}".split())
             raise PolicyError(f"policy server {self.url}: {reason}") from error
+
+    def _event(self, content: bytes) -> Any:
+        event = json.loads(content)
+        if "error" in event:
+            raise self._failure(_code(event["error"]), content)
+        return event
+
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
+        """For one request. A client has one connection: one for all would look at every connection for every request,
+        and once more for each that is idle."""
+        while self._idle and self._idle[0][0] < anyio.current_time() - _IDLE_SECONDS:
+            await self._idle.popleft()[1].aclose()
+        client = self._idle.pop()[1] if self._idle else self._connection()
+        try:
+            yield client
+        finally:
+            self._idle.append((anyio.current_time(), client))
+
+    def _connection(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self.url,
+            headers=self._headers,
+            verify=self._certificates,
+            # Between tokens there is no limit: the server may be full, or paused.
+            timeout=httpx.Timeout(None, connect=10.0),
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=_IDLE_SECONDS),
+        )
 
     def _failure(self, status: int, content: bytes) -> PolicyError | ValueError:
         message = f"policy server {self.url}: {status} {_message(content)}"

@@ -1,0 +1,82 @@
+"""The connections of a policy server's client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import anyio
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from http_server import until
+from obsspec.policies.http import Server
+
+
+@dataclass
+class Connections:
+    url: str = ""
+    made: int = 0
+    open: int = 0
+
+
+@asynccontextmanager
+async def keeping_alive(seconds: float) -> AsyncIterator[Connections]:
+    """A server that answers every request after so many seconds, and closes no connection."""
+    connections = Connections()
+
+    async def handle(stream: anyio.abc.SocketStream) -> None:
+        connections.made += 1
+        connections.open += 1
+        async with stream:
+            receiver = BufferedByteReceiveStream(stream)
+            with suppress(anyio.IncompleteRead, anyio.BrokenResourceError):
+                while True:
+                    await receiver.receive_until(b"\r\n\r\n", 65536)
+                    await anyio.sleep(seconds)
+                    await stream.send(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n7")
+        connections.open -= 1
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    async with listener, anyio.create_task_group() as group:
+        group.start_soon(listener.serve, handle)
+        connections.url = f"http://127.0.0.1:{listener.extra(anyio.abc.SocketAttribute.local_port)}"
+        yield connections
+        group.cancel_scope.cancel()
+
+
+async def ask(server: Server, times: int) -> None:
+    async with anyio.create_task_group() as group:
+        for _ in range(times):
+            group.start_soon(server.ask, "GET", "/")
+
+
+def test_requests_share_connections_and_those_that_nobody_needs_are_closed() -> None:
+    async def main() -> None:
+        async with keeping_alive(seconds=0.1) as connections:
+            async with Server(connections.url) as server:
+                await ask(server, times=5)
+                await ask(server, times=5)
+                assert (connections.made, connections.open) == (5, 5)
+                with anyio.fail_after(20):
+                    while connections.open > 2:
+                        await ask(server, times=2)
+                await anyio.sleep(2.1)
+                await ask(server, times=1)
+                await until(lambda: connections.open == 1)
+            await until(lambda: connections.open == 0)
+
+    anyio.run(main)
+
+
+def test_a_request_that_is_cancelled_takes_its_connection_with_it() -> None:
+    async def main() -> None:
+        async with keeping_alive(seconds=0.3) as connections, Server(connections.url) as server:
+            await ask(server, times=1)
+            with anyio.move_on_after(0.1):
+                await server.ask("GET", "/")
+            await until(lambda: connections.open == 0)
+            await ask(server, times=1)
+            assert (connections.made, connections.open) == (2, 1)
+
+    anyio.run(main)
