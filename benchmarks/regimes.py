@@ -111,7 +111,8 @@ def batch() -> list[Point]:
     for load in (0.3, 0.6, 1.2, 2.0):
         rollouts = round(load * 36)  # 36 rollouts fill the seats.
         together = {"rollouts": rollouts, "concurrency": rollouts, "groups": min(8, rollouts)}
-        for each in points(together, tool__group_sigma=(0.0, 1.0), seed=range(5)):
+        first = (False, True)
+        for each in points(together, stragglers_first=first, tool__group_sigma=(0.0, 1.0), seed=range(5)):
             found.append(Point({**each.keys, "load": load}, each.workload))
     return found
 
@@ -180,7 +181,8 @@ REGIMES = {
         batch,
         "Makespan of a batch whose rollouts begin together",
         x="load",
-        line=lambda row: f"groups' sigma {row['tool.group_sigma']:g}",
+        line=lambda row: "stragglers first" if row["stragglers_first"] else "first come first served",
+        panel=lambda row: "tasks alike" if not row["tool.group_sigma"] else "some tasks slower",
         y="makespan_ratio",
     ),
 }

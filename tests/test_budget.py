@@ -23,8 +23,9 @@ def virtually(function: Callable[[], Awaitable[Any]]) -> Any:
 class Request:
     """Holds a seat until it is told to go, or suspended."""
 
-    def __init__(self, seats: Seats, depth: int, probability: float = 1.0) -> None:
+    def __init__(self, seats: Seats, depth: int, probability: float = 1.0, turn: int = 0) -> None:
         self.rank = (float(depth), -probability)
+        self.turn = turn
         self.holds = False
         self._seats = seats
         self._scope = anyio.CancelScope()
@@ -68,6 +69,29 @@ def test_free_seats_go_to_real_work_first_and_then_to_what_is_likeliest() -> Non
                 (granted,) = (each for each in waiting if each.holds and each not in order)
                 order.append(granted)
             assert order == [real, likely, unlikely, deep]
+            group.cancel_scope.cancel()
+
+    virtually(main)
+
+
+@pytest.mark.parametrize(("stragglers_first", "expected"), [(False, [3, 1, 2, 1]), (True, [1, 1, 2, 3])])
+def test_of_real_requests_the_rollouts_that_are_behind_go_first_where_that_is_wanted(
+    stragglers_first: bool, expected: list[int]
+) -> None:
+    async def main() -> None:
+        async with anyio.create_task_group() as group:
+            seats = Seats(1, stragglers_first)
+            holder = await Request(seats, 0).start(group)
+            waiting = [await Request(seats, 1, turn=0).start(group)]
+            waiting += [await Request(seats, 0, turn=turn).start(group) for turn in (3, 1, 2, 1)]
+            turns = []
+            while waiting:
+                holder.suspend()
+                await anyio.wait_all_tasks_blocked()
+                holder = next(each for each in waiting if each.holds)
+                waiting.remove(holder)
+                turns.append(holder.turn)
+            assert turns == [*expected, 0]  # Speculative work comes last all the same.
             group.cancel_scope.cancel()
 
     virtually(main)

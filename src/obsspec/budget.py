@@ -25,6 +25,10 @@ class Claimant(Protocol):
         """Smallest first. The first number is 0 for real work and more for speculative work. It may change."""
 
     @property
+    def turn(self) -> int:
+        """How many generations of its rollout come before."""
+
+    @property
     def leaving(self) -> bool:
         """Whether it has been told to give its seat up and is about to."""
 
@@ -32,14 +36,23 @@ class Claimant(Protocol):
         """Tells it to give its seat up soon."""
 
 
+Place = tuple[float, float, float]
+"""In the queue: smallest first."""
+
+
 class Seats:
     """The seats of one policy server, shared by every rollout that uses it."""
 
-    def __init__(self, count: float = math.inf) -> None:
-        """``count``: how many requests the server runs at once; at least 1."""
+    def __init__(self, count: float = math.inf, stragglers_first: bool = False) -> None:
+        """``count``: how many requests the server runs at once; at least 1.
+
+        ``stragglers_first``: of the real requests that wait, those of the rollouts that have come least far go first,
+        not those that have waited longest. For batches that begin together and of which the last rollout decides.
+        """
         if not count >= 1:  # Also where it is not a number.
             raise ValueError(f"a policy server has at least one seat, not {count}")
         self.count = count
+        self._stragglers_first = stragglers_first
         self._holding: dict[Claimant, None] = {}
         """In the order in which they got their seats, so that ties are settled alike in every run."""
         self._waiting: dict[Claimant, anyio.Event] = {}
@@ -49,7 +62,7 @@ class Seats:
         self._ranked = True
         self._speculative: dict[Claimant, None] = {}
         """The holders that are speculative, in the same order."""
-        self._queue: list[tuple[tuple[float, float], int, Claimant, anyio.Event]] = []
+        self._queue: list[tuple[Place, int, Claimant, anyio.Event]] = []
         """A heap of those that wait, each with its rank and when it came; and of some that wait no more."""
         self._arrivals = counting()
         self._others = 0
@@ -86,7 +99,7 @@ class Seats:
         """Waits for a seat, and holds it for the block. A waiter that is cancelled holds nothing."""
         granted = anyio.Event()
         self._waiting[claimant] = granted
-        heappush(self._queue, (claimant.rank, next(self._arrivals), claimant, granted))
+        heappush(self._queue, (self._place(claimant), next(self._arrivals), claimant, granted))
         self._distribute()
         try:
             await granted.wait()
@@ -136,8 +149,15 @@ class Seats:
         if not self._ranked:
             self._ranked = True
             self._speculative = {holder: None for holder in self._holding if holder.rank[0] > 0}
-            self._queue = [(who.rank, next(self._arrivals), who, granted) for who, granted in self._waiting.items()]
+            self._queue = [
+                (self._place(claimant), next(self._arrivals), claimant, granted)
+                for claimant, granted in self._waiting.items()
+            ]
             heapify(self._queue)
+
+    def _place(self, claimant: Claimant) -> Place:
+        depth, value = claimant.rank
+        return depth, claimant.turn if self._stragglers_first and depth == 0 else 0, value
 
     def _suspend(self, most: int) -> None:
         """Tells the least valuable speculative holders to go, at most so many."""

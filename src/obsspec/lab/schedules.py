@@ -43,12 +43,14 @@ class Schedule:
 
     def settle(self, workload: Workload) -> Workload:
         """The workload with all that it leaves to the schedule, and without what makes no difference under it."""
-        changes: dict[str, Any] = {
-            name: getattr(self if getattr(workload, name) is None or self.depth == 0 else workload, name)
-            for name in ("depth", "breadth", "gate", "budget")
-        }
-        scheduling = workload.server.scheduling if self.depth else None
+        sequential = self.depth == 0
+        changes: dict[str, Any] = {}
+        for name in ("depth", "breadth", "gate", "budget"):
+            asked = getattr(workload, name)
+            changes[name] = getattr(self, name) if sequential or asked is None else asked
+        scheduling = None if sequential else workload.server.scheduling
         changes["server"] = workload.server.model_copy(update={"scheduling": scheduling or self.scheduling})
+        changes["stragglers_first"] = workload.stragglers_first and changes["budget"]
         if self.clairvoyant or changes["depth"] == 0:
             changes["predictor"] = Predictor(accuracy=1.0, delay_seconds=0.0)
         return workload.model_copy(update=changes)
@@ -71,7 +73,7 @@ class Schedule:
             max_context=_ENDLESS,
         )
         predictor = SimulatedWorldModel(world, server, self.always_wrong)
-        seats = Seats(workload.server.seats if workload.budget else math.inf)
+        seats = Seats(workload.server.seats if workload.budget else math.inf, workload.stragglers_first)
         return Speculator(server, SimulatedChat(world), predictor, settings, seats)
 
 

@@ -215,6 +215,8 @@ class Workload(_Table):
     gate: GateName | None = None
     budget: bool | None = None
     """Whether the client counts the server's seats."""
+    stragglers_first: bool = False
+    """Whether it gives them to the rollouts that have come least far, where it counts them."""
     tool: Tool
     generation: Generation
     predictor: Predictor
