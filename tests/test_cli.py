@@ -114,16 +114,24 @@ def test_a_finished_run_is_not_run_again(policy: Path, runs: tuple[Path, Path]) 
     assert (runs[0] / "trajectories.jsonl").read_bytes() == before
 
 
-def test_interrupted_it_keeps_what_is_done_and_goes_on(policy: Path, tmp_path: Path) -> None:
+IN_THE_BACKGROUND = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+"""As a script starts it: with Ctrl-C ignored."""
+
+
+@pytest.mark.parametrize(
+    ("started", "number", "code"), [([], signal.SIGINT, 130), (IN_THE_BACKGROUND, signal.SIGTERM, 143)]
+)
+def test_interrupted_it_keeps_what_is_done_and_goes_on(
+    policy: Path, tmp_path: Path, started: list[str], number: signal.Signals, code: int
+) -> None:
     output, tasks = tmp_path / "run", "generated:text/easy/0-11"
     options = ("--predictor", "off", "--policy", str(policy), "--output", str(output), "--tasks", tasks)
-    with subprocess.Popen(
-        [*OBSSPEC, "rollout", *options, "--max-turns", "3"], stderr=subprocess.PIPE, text=True, process_group=0
-    ) as child:
+    command = [*started, *OBSSPEC, "rollout", *options, "--max-turns", "3"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0) as child:
         wait_for_lines(output / "trajectories.jsonl", 2)
-        os.killpg(child.pid, signal.SIGINT)  # As a terminal does: to whatever it has started, too.
+        os.killpg(child.pid, number)  # As a terminal does: to whatever it has started, too.
         _, stderr = child.communicate(timeout=60)
-    assert child.returncode == 130
+    assert child.returncode == code, stderr
     (line,) = stderr.splitlines()
     assert line.startswith("obsspec: interrupted; ")
     assert str(output) in line
@@ -158,7 +166,7 @@ def test_it_can_be_stopped_while_it_loads(tmp_path: Path, number: signal.Signals
             child.wait(10)
         child.send_signal(number)  # As one does where it was swallowed: what is imported there may do so.
         _, stderr = child.communicate(timeout=20)
-    assert child.returncode == code
+    assert child.returncode == code, stderr
     (line,) = stderr.splitlines()
     assert line.startswith("obsspec: interrupted")
 

@@ -378,6 +378,8 @@ def _interruptible(outcome: str) -> Iterator[None]:
 def main() -> None:
     """Entry point. Exit codes: 0, 1 (trajectories differ), 2 (bad input), 130 (Ctrl-C), 143 (SIGTERM)."""
     stop_requested = _watch_for_signals()
+    # Scripts start what runs in the background with Ctrl-C ignored; then being told to end would do nothing either.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # It cleans up as Ctrl-C does.
     try:
         code = app(standalone_mode=False)
