@@ -51,7 +51,7 @@ def uncontended(name: str) -> list[Point]:
     """Sequential; as it is; without a gate; and without the world model's delay as well, the most that drafts of this
     accuracy allow. On a server on which nobody waits for anybody."""
     server = {"seats": math.inf, "step_seconds_per_sequence": 0.0, "prefill_tokens_per_second": math.inf}
-    changes = {"server": server, "turns": 12, "groups": 1, "rollouts": 128, "concurrency": 128}
+    changes = {"server": server, "turns": 12, "groups": 1, "rollouts": 128, "concurrency": 8}
     everything = changes | {"gate": "everything"}
     at_once = everything | {"predictor": {"delay_seconds": 0.0}}
     return [

@@ -62,7 +62,19 @@ def test_an_idle_server_takes_what_is_at_all_likely_and_a_busy_one_what_pays() -
     assert not gate.admits(bet(0.7, "make", running=64))
     assert gate.admits(bet(0.9, "make", running=64))
     assert not gate.admits(bet(0.0, "make", running=1))
-    assert gate.admits(bet(0.001, "make", running=10_000, seats=math.inf))
+    assert gate.admits(bet(0.1, "make", running=4, seats=math.inf))
+
+
+def test_where_reading_a_draft_takes_long_only_what_is_likely_is_worth_that_all_others_wait() -> None:
+    """Generations of 1 s each, of which a slow server reads for 0.5 s; eight run, hardly slowing each other."""
+    words = Generation((1,) * 51, (0.0,) * 51, (0,) * 51)
+    for first_token, admitted in ((0.02, True), (0.5, False)):
+        learnt = replace(turn("make", 5.0), generation=words, running=1.0, first_token_seconds=first_token)
+        gate = learned(*[learnt] * 20)
+        assert gate.reading_seconds == pytest.approx(first_token - 1.5 * (1 - first_token) / 50)
+        assert gate.admits(bet(0.7, "make", running=8, seats=1000)) == admitted
+        assert gate.admits(bet(0.99, "make", running=8, seats=1000))
+        assert gate.admits(bet(0.3, "make", running=0, seats=1000))
 
 
 def test_a_branch_that_can_wait_for_its_own_tool_waits() -> None:

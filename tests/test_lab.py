@@ -278,7 +278,7 @@ def test_the_same_workload_gives_the_same_figures() -> None:
 
 
 def test_the_predictor_is_right_as_often_as_it_says() -> None:
-    figures = simulate(workload(rollouts=200, predictor={"accuracy": 0.7, "delay_seconds": 0.0}))
+    figures = simulate(workload(rollouts=200, concurrency=4, predictor={"accuracy": 0.7, "delay_seconds": 0.0}))
     assert figures.hits / figures.attempted == pytest.approx(0.7, abs=0.03)
     slow_are_hard = simulate(workload(predictor={"accuracy": [[0.0, 1.0], [0.5, 0.0]], "delay_seconds": 0.0}))
     quick = sum(each < 0.5 for one in trajectories(workload(schedule="sequential")) for each in tools(one)[:-1])

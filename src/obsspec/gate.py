@@ -165,27 +165,30 @@ class StepTimes:
 class ExpectedValue:
     """Admits a draft where what its branch may save is worth what it costs:
 
-        p * gain * (1 - price) > (1 - p) * (waste + reading * running) * price
+        p * gain * (1 - price) > (1 - p) * (waste * price + reading * running)
 
     p is the calibrated probability. ``gain`` is how much of the next generation would lie under the tools that have to
     end first, less what would still lie there if the branch began only when the first of them ends. ``waste`` is how
-    long the branch would have run when it turns out wrong, and ``reading`` how long the server reads its draft, while
-    all others wait. ``price`` is the time that all other requests together lose for each second of one more:
-    running * b / (a + b * running), see `StepTimes`. The gain shrinks with it as well, for a rollout that is ahead asks
-    for its next generation sooner, and so slows the others: with a mean turn time C = Z + L * (a + b * n), where Z is
-    the tools' time, L the tokens and n = N * (C - Z) / C how many of N rollouts generate, a second less of Z takes
-    1 - price as much off C as a second less of generation.
+    long the branch would run when it turns out wrong. ``price`` is the time that all other requests together lose for
+    each second of one more: running * b / (a + b * running), see `StepTimes`. ``reading`` is how long the server reads
+    a draft, while all others wait; it reads an observation in any case, so only a wrong draft costs that.
+
+    The gain shrinks with the price as well, for a rollout that is ahead asks for its next generation sooner, and so
+    slows the others: with a mean turn time C = Z + L * (a + b * n), where Z is the tools' time, L the tokens and
+    n = N * (C - Z) / C how many of N rollouts generate, a second less of Z takes 1 - price as much off C as a second
+    less of generation.
 
     Meant to be shared by all rollouts of a process: what it has learned is in its fields, and can be saved.
     """
 
-    reading: float = 0.01
-    """Seconds that the server takes to read a draft: 250 tokens at 25,000 a second."""
     calibration: Calibration = field(default_factory=Calibration)
     tool_times: ToolTimes = field(default_factory=ToolTimes)
     step_times: StepTimes = field(default_factory=StepTimes)
     generation_seconds: float = 1.0
     """Of a generation that was kept, on average over the last turns."""
+    reading_seconds: float = 0.01
+    """From a request to its first token, less what that token itself takes, on average over the last turns; at first,
+    250 tokens at 25,000 a second."""
     turns: int = 0
     """How many it has learned from."""
 
@@ -203,8 +206,8 @@ class ExpectedValue:
         gain = hidden - min(most, after)
         loaded = self.step_times.slowdown(usual=min(_MOST_SLOWDOWN, _FULL / bet.seats)) * bet.running
         price = loaded / (1 + loaded)
-        waste = hidden + self.reading * bet.running
-        return bet.probability * gain * (1 - price) > (1 - bet.probability) * waste * price
+        reading = max(0.0, self.reading_seconds) * bet.running
+        return bet.probability * gain * (1 - price) > (1 - bet.probability) * (hidden * price + reading)
 
     def learn(self, turn: Turn) -> None:
         if isinstance(turn.step, Action) and turn.executing is not None:
@@ -213,10 +216,14 @@ class ExpectedValue:
                 self.calibration.learn(draft.predictor, draft.probability, draft.exact)
         seconds = sum(interval.seconds for interval in turn.generating)
         self.turns += 1
-        self.generation_seconds += (seconds - self.generation_seconds) * max(_RECENT, 1 / self.turns)
+        recent = max(_RECENT, 1 / self.turns)
+        self.generation_seconds += recent * (seconds - self.generation_seconds)
         tokens = len(turn.generation.tokens)
-        if tokens and turn.generating[0].start > 0:  # A rollout's first generation reads its whole prompt.
-            self.step_times.learn(tokens, turn.running, seconds / tokens)
+        if tokens > 1 and turn.generating[0].start > 0:  # A rollout's first generation reads its whole prompt.
+            step = (seconds - turn.first_token_seconds) / (tokens - 1)
+            self.step_times.learn(tokens, turn.running, step)
+            # A request that comes during a step waits for its end, half a step on average; then its own begins.
+            self.reading_seconds += recent * (turn.first_token_seconds - 1.5 * step - self.reading_seconds)
 
     def save(self, file: Path) -> None:
         """Writes what it has learned as JSON, whole or not at all. Raises InputError where it cannot."""

@@ -112,6 +112,10 @@ class Branch:
         self.advanced = anyio.Event()
         """Set, and replaced, whenever ``depth`` falls."""
         self.generating: list[Interval] = []
+        self.requested_at = 0.0
+        """When the latest request got its seat."""
+        self.first_token_seconds = 0.0
+        """From a request to the first token of all."""
         self.request_seconds = 0.0
         """All requests that ran in those intervals, summed over them."""
         self.asked_at: float | None = None
@@ -150,6 +154,8 @@ class Branch:
         """Takes tokens from the policy, which may be late: a request that was aborted has nothing more to say."""
         if self.leaving:
             return
+        if not self.generation.tokens:
+            self.first_token_seconds = anyio.current_time() - self.requested_at
         self.generation = Generation(
             self.generation.tokens + chunk.tokens,
             self.generation.logprobs + chunk.logprobs,
@@ -347,6 +353,7 @@ class Rollout:
             drafts=drafts,
             wasted_tokens=wasted,
             running=branch.request_seconds / seconds if seconds else 0.0,
+            first_token_seconds=branch.first_token_seconds,
         )
 
     def _outcome(self, branch: Branch, drafts: tuple[DraftRecord, ...]) -> Outcome:
@@ -426,6 +433,7 @@ class Rollout:
                     rollout=f"{self._task}#{self._seed}",
                 )
                 began, request_seconds = anyio.current_time(), self._seats.request_seconds()
+                branch.requested_at = began
                 try:
                     finish = await self._policy.generate(request, branch.emit)
                 finally:

@@ -302,6 +302,9 @@ class Turn:
     """The part of ``executing`` during which the policy did work that was then kept."""
     running: float = 0.0
     """How many requests the policy ran on average while it worked on ``generation``, this one included."""
+    first_token_seconds: float = 0.0
+    """From the request for ``generation``, on its seat, to its first token: the policy reads the context then. Where it
+    was suspended before, that of the request which brought it."""
 
 
 End = Literal["done", "turns", "length"]

@@ -43,7 +43,8 @@ class Costs:
     seats: float = math.inf
     """Most sequences that run at once."""
     stream_interval: int = 8
-    """Steps between two moments at which tokens are streamed; a suspended request loses what was not."""
+    """Steps between two moments at which tokens are streamed; a request's first one is at once. A suspended request
+    loses what was not."""
 
     def step(self, running: int) -> float:
         return self.step_seconds + self.step_seconds_per_sequence * running
@@ -99,6 +100,8 @@ class SimulatedPolicyServer:
         self._waiting: list[tuple[int, int, _Sequence]] = []
         """A heap, in the order in which they are to be seated."""
         self._running: dict[_Sequence, None] = {}
+        self._new: list[_Sequence] = []
+        """Those of which no step was taken yet: a first token is streamed at once."""
         self._ending: list[tuple[int, int, _Sequence]] = []
         """A heap, by the step that samples their last token; aborted ones stay until then."""
         self._seated = 0
@@ -164,6 +167,7 @@ class SimulatedPolicyServer:
             missing += self._missing(sequence)
             sequence.first = self._steps - sequence.emitted
             self._running[sequence] = None
+            self._new.append(sequence)
             self._seated += not sequence.free
             heappush(self._ending, (sequence.first + sequence.length, next(self._arrivals), sequence))
         return missing
@@ -173,7 +177,7 @@ class SimulatedPolicyServer:
         while self._ending[0][2] not in self._running:
             heappop(self._ending)
         interval = self._costs.stream_interval
-        steps = min(self._ending[0][0], (self._steps // interval + 1) * interval) - self._steps
+        steps = 1 if self._new else min(self._ending[0][0], (self._steps // interval + 1) * interval) - self._steps
         step = self._costs.step(self._seated)
         began = anyio.current_time()
         with anyio.CancelScope(deadline=began + steps * step):
@@ -188,9 +192,11 @@ class SimulatedPolicyServer:
             if sequence in self._running:
                 self._stream(sequence)
                 self._leave(sequence)
-        if self._steps % interval == 0:
-            for sequence in self._running:
+        for sequence in self._running if self._steps % interval == 0 else self._new:
+            if sequence in self._running:
                 self._stream(sequence)
+        if steps:
+            self._new.clear()
 
     def _stream(self, sequence: _Sequence) -> None:
         tokens = self._steps - sequence.first - sequence.emitted
