@@ -40,7 +40,8 @@ class Schedule:
         workload = world.workload
         settings = Settings(
             Sampling(max_tokens=_ENDLESS),
-            depth=self.depth if workload.depth is None else workload.depth,
+            # The sequential schedule stays one, so that a workload with a depth can still be compared with it.
+            depth=workload.depth if self.depth and workload.depth is not None else self.depth,
             breadth=self.breadth if workload.breadth is None else workload.breadth,
             gate=self.gate(),
             max_turns=workload.turns,
