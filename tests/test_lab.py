@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import anyio
 import pyarrow.parquet
@@ -238,6 +239,13 @@ def test_sequential_latency_is_the_sum_of_its_parts() -> None:
     assert figures.makespan == pytest.approx(8 * figures.mean_latency)
     assert figures.busy_seconds == pytest.approx(0.01 * figures.kept_tokens)
     assert (figures.attempted, figures.hits, figures.hidden_seconds, figures.wasted_tokens) == (0, 0, 0, 0)
+
+
+def test_the_sequential_schedule_does_not_speculate_whatever_depth_a_workload_has() -> None:
+    assert simulate(workload(schedule="sequential", depth=2)) == replace(
+        simulate(workload(schedule="sequential")), cpu_seconds=ANY
+    )
+    assert simulate(workload(schedule="sequential", depth=2)).hidden_seconds == 0
 
 
 def test_clairvoyance_at_depth_1_hides_the_smaller_of_generation_and_tool() -> None:
