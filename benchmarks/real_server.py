@@ -601,7 +601,7 @@ async def interleaved(
 ) -> tuple[Calibration, dict[tuple[int, str], list[Run]]]:
     """Each setting's rollouts by every way, ways taking turns at going first. By the setting's place and the way."""
     runs: dict[tuple[int, str], list[Run]] = defaultdict(list)
-    async with Server(url) as server, VllmPolicy.connect(url, priority=True, max_context=MAX_CONTEXT) as policy:
+    async with Server(url) as server, VllmPolicy.connect(url, max_context=MAX_CONTEXT) as policy:
         with notes.status("calibrating"):
             calibration = await calibrate(policy, settings[0].seats)
         with counting(notes, "runs", len(settings) * len(ways) * repeats) as advance:
