@@ -178,7 +178,6 @@ async def test_suspended_at_every_token_and_resumed() -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 async def test_cancellation_aborts_the_request_itself() -> None:
     fake = FakeSglang(random_token)
     fake.seconds = 0.01

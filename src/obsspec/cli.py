@@ -423,6 +423,8 @@ def _explain(error: Exception) -> int:
             return _complain(f"{message} (--help explains)") if message else _BAD_INPUT
         case ImportError() if _package(error) in _LOCAL_EXTRA:
             return _complain(f"models in this process need {_package(error)}: pip install 'obsspec[local]'")
+        case ImportError() if _package(error) == "aiohttp":
+            return _complain("a policy on a server needs aiohttp: pip install 'obsspec[server]'")
         case ImportError() if _package(error) in _LAB_EXTRA:
             return _complain(f"the lab needs {_package(error)}: pip install 'obsspec[lab]'")
         case OSError():  # Of the machine rather than of an option: no room, no descriptors, a name too long.

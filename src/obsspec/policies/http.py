@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import anyio
 import anyio.lowlevel
-import httpx
+import yarl
 
 from obsspec.errors import InputError
 from obsspec.types import Finish, PolicyError, Request
@@ -38,31 +38,37 @@ class Server:
         """``headers`` go with every request, for instance ``Authorization``. Raises InputError for what is no URL."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = headers
-        self._certificates = httpx.create_ssl_context()  # Takes 20 ms and half a megabyte: one for all.
-        self._idle: deque[tuple[float, httpx.AsyncClient]] = deque()
-        """Each with the time since when; the latest comes last."""
         try:
-            self._connection()
-        except httpx.InvalidURL as error:
+            yarl.URL(self.url).origin()
+        except ValueError as error:
             raise InputError(f"policy server {url}: {error}; give a URL like http://localhost:8000") from None
 
     async def __aenter__(self) -> Server:
+        # A thousand streams at once: of the clients that we tried, this one takes the least for each.
+        self._session = aiohttp.ClientSession(
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
+            # Between tokens there is no limit: the server may be full, or paused.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=True,  # for proxies, as most programs do
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        while self._idle:
-            await self._idle.pop()[1].aclose()
+        with anyio.CancelScope(shield=True):
+            await self._session.close()
 
     async def ask(self, method: str, path: str, body: Any = None) -> Any:
         """The JSON of one reply; None where it is empty."""
         async with self._reply(method, path, json=body) as response:
-            content = await response.aread()
+            content = await response.read()
             return json.loads(content) if content else None
 
     async def metrics(self, *names: str) -> list[float]:
         """The values of Prometheus gauges, each summed over its labels."""
         async with self._reply("GET", "/metrics") as response:
-            lines = (await response.aread()).decode().splitlines()
+            lines = (await response.text()).splitlines()
         return [sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[{{ ]", line)) for name in names]
 
     async def stream(self, path: str, body: Any, headers: Mapping[str, str], take: Callable[[Any], None]) -> None:
@@ -70,9 +76,8 @@ class Server:
         connection."""
         async with self._alive() as heard, self._reply("POST", path, json=body, headers=headers) as response:
             rest = b""
-            async for data in response.aiter_bytes():
+            async for data in response.content.iter_any():
                 heard()
-                # Not aiter_lines(): it ends lines at U+2028 and the like, too, which JSON may hold.
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
@@ -160,19 +165,21 @@ class Server:
         return "length"
 
     @asynccontextmanager
-    async def _reply(self, method: str, path: str, **request: Any) -> AsyncIterator[httpx.Response]:
+    async def _reply(self, method: str, path: str, **request: Any) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
             while True:
-                async with self._client() as client, client.stream(method, path, **request) as response:
-                    if response.is_success:
+                async with self._session.request(method, self.url + path, allow_redirects=False, **request) as response:
+                    if response.status == 200:
                         yield response
                         return
-                    content = await response.aread()
+                    content = await response.read()
                 seconds = response.headers.get("Retry-After", "")
-                if response.status_code not in (429, 503) or not seconds.isdecimal():
-                    raise self._failure(response.status_code, content)
+                if response.status not in (429, 503) or not seconds.isdecimal():
+                    raise self._failure(response.status, content)
                 await anyio.sleep(max(1, int(seconds)))
-        except (httpx.RequestError, json.JSONDecodeError) as error:
+        except aiohttp.ClientConnectorError as error:
+            raise PolicyError(f"policy server {self.url}: {error.os_error.strerror or error.os_error}") from error
+        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError, json.JSONDecodeError) as error:
             reason = " ".join(f"{type(error).__name__} {error}".split())
             raise PolicyError(f"policy server {self.url}: {reason}") from error
 
@@ -181,28 +188,6 @@ class Server:
         if "error" in event:
             raise self._failure(_code(event["error"]), content)
         return event
-
-    @asynccontextmanager
-    async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
-        """For one request. A client has one connection: one for all would look at every connection for every request,
-        and once more for each that is idle."""
-        while self._idle and self._idle[0][0] < anyio.current_time() - _IDLE_SECONDS:
-            await self._idle.popleft()[1].aclose()
-        client = self._idle.pop()[1] if self._idle else self._connection()
-        try:
-            yield client
-        finally:
-            self._idle.append((anyio.current_time(), client))
-
-    def _connection(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            base_url=self.url,
-            headers=self._headers,
-            verify=self._certificates,
-            # Between tokens there is no limit: the server may be full, or paused.
-            timeout=httpx.Timeout(None, connect=10.0),
-            limits=httpx.Limits(max_connections=1, keepalive_expiry=_IDLE_SECONDS),
-        )
 
     def _failure(self, status: int, content: bytes) -> PolicyError | ValueError:
         message = f"policy server {self.url}: {status} {_message(content)}"
