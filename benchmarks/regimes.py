@@ -134,6 +134,14 @@ class Regime:
     """Whether the horizontal axis is."""
 
 
+AXES = {
+    "load": "rollouts at once, of how many fill the server",
+    "concurrency": "rollouts at once",
+    "predictor.accuracy": "chance that a draft is exact",
+    "predictor.delay_fraction": "world model's delay, of the mean tool time",
+    "tool.seconds.sigma": "how tool times vary (lognormal sigma)",
+}
+
 REGIMES = {
     "where": Regime(
         where,
@@ -228,7 +236,7 @@ def _draw(axis: Axes, panel: str, lines: dict[str, list[tuple[float, float]]], r
         axis.plot(*zip(*places, strict=True), marker="o", markersize=3, linewidth=1.3, label=name)
     axis.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
     axis.set_title(panel, fontsize=9)
-    axis.set_xlabel(regime.x)
+    axis.set_xlabel(AXES.get(regime.x, regime.x))
     if regime.logarithmic:
         axis.set_xscale("log", base=2)
     axis.spines[["top", "right"]].set_visible(False)
@@ -259,7 +267,7 @@ def main() -> None:
     chosen = {name: REGIMES[name] for name in arguments.only.split(",")}
     grids = {name: regime.points() for name, regime in chosen.items()}
     everything = [point for grid in grids.values() for point in grid]
-    pyplot.rcParams["svg.hashsalt"] = "obsspec"
+    pyplot.rcParams |= {"svg.hashsalt": "obsspec", "svg.fonttype": "none"}
     with recorded(KEPT) as (known, keep), counting(Console(stderr=True), "points", len(everything)) as advance:
         figures = iter(run(everything, advance, known=known, keep=keep))
     console, written = Console(width=120), {}
