@@ -377,14 +377,22 @@ def test_without_the_local_extra_it_says_what_to_install(tmp_path: Path, missing
     assert "pip install 'obsspec[local]'" in complaint(finished)
 
 
-@pytest.mark.parametrize("missing", ["trio", "pyarrow", "plotly"])
-def test_without_the_lab_extra_it_says_what_to_install(missing: str) -> None:
+@pytest.mark.parametrize(
+    ("missing", "extra", "command"),
+    [
+        *((missing, "lab", ["lab", "run", "paper-8b"]) for missing in ("trio", "pyarrow", "plotly")),
+        ("aiohttp", "server", ["rollout", "--tasks", "generated:text/easy/0", "--policy", "http://127.0.0.1:9"]),
+    ],
+)
+def test_without_another_extra_it_says_what_to_install(
+    tmp_path: Path, missing: str, extra: str, command: list[str]
+) -> None:
     program = f"import sys; sys.modules[{missing!r}] = None; from obsspec.cli import main; main()"
     finished = subprocess.run(
-        [sys.executable, "-c", program, "lab", "run", "paper-8b"],
+        [sys.executable, "-c", program, *command, "--output", str(tmp_path / "run")],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert "pip install 'obsspec[lab]'" in complaint(finished)
+    assert f"pip install 'obsspec[{extra}]'" in complaint(finished)
