@@ -380,7 +380,8 @@ class ReplayedPolicy:
     """
 
     def __init__(self, costs: Costs, recorded: Sequence[Trajectory], chat: Chat) -> None:
-        self.server = SimulatedPolicyServer(costs, lambda request: len(self._tokens(request)), "priority")
+        # Which token it says is the last one does not matter: what was recorded takes its place.
+        self.server = SimulatedPolicyServer(costs, lambda request: (len(self._tokens(request)), 0), "priority")
         self._turns = {f"{each.task}#{each.seed}": each.turns for each in recorded}
         self._any = [turn.generation.tokens for each in recorded for turn in each.turns]
         self._chat = chat
