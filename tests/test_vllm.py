@@ -377,7 +377,7 @@ async def test_connect(served: Served) -> None:
     unreachable = await refused(url="http://127.0.0.1:9")
     assert unreachable.startswith("policy server http://127.0.0.1:9: Connect call failed")
     assert unreachable.endswith("; is it running, and is this its URL?")
-    assert "is this its URL" in await refused(url="localhost:8000")
+    assert "give a URL like http://localhost:8000" in await refused(url="localhost:8000")
 
 
 class Guess:

