@@ -53,11 +53,11 @@ from obsspec.budget import Claimant, Seats
 from obsspec.chat import ChatFormat, TerminalChat
 from obsspec.context import Context, Tokens
 from obsspec.environments.sandbox import open_sandbox
-from obsspec.gate import ExpectedValue, Gate, Threshold
 from obsspec.lab.run import simulate
+from obsspec.lab.schedules import GATES
 from obsspec.lab.server import Costs, SimulatedPolicyServer
 from obsspec.lab.server import serving as simulated
-from obsspec.lab.workload import validated
+from obsspec.lab.workload import GateName, validated
 from obsspec.models import BUILTIN_POLICY, DEFAULT_MODEL, load_model
 from obsspec.policies.http import Server
 from obsspec.policies.vllm import VllmPolicy
@@ -97,10 +97,6 @@ BLOCK = 32
 """Tokens: the server finds what it has read before in whole blocks of so many; it can do no smaller ones on CPUs."""
 
 
-def everything() -> Gate:
-    return Threshold(0)
-
-
 @dataclass(frozen=True, slots=True)
 class Way:
     """How rollouts are run."""
@@ -110,11 +106,11 @@ class Way:
     """Chance that the oracle's draft is exact; None is without speculation."""
     stated: float = 0.0
     """What the oracle says that this chance is."""
-    gate: Callable[[], Gate] = ExpectedValue
+    gate: GateName = "expected_value"
 
     def settings(self) -> Settings:
         depth = 0 if self.accuracy is None else 1
-        return Settings(SAMPLING, depth=depth, gate=self.gate(), max_turns=MAX_TURNS, max_context=MAX_CONTEXT)
+        return Settings(SAMPLING, depth=depth, gate=GATES[self.gate](), max_turns=MAX_TURNS, max_context=MAX_CONTEXT)
 
 
 OFF = Way("off")
@@ -125,7 +121,7 @@ AGREEMENT = (
     Way("p = 0.66", 0.66, 0.66),
     Way("p = 1", 1.0, 1.0),
 )
-WAITING = (OFF, Way("p = 0.66", 0.66, 0.66), Way("p = 0.66, all admitted", 0.66, 0.66, everything))
+WAITING = (OFF, Way("p = 0.66", 0.66, 0.66), Way("p = 0.66, all admitted", 0.66, 0.66, "everything"))
 
 
 # The same around real and replayed rollouts: the delay, the oracle, and when requests get their first token.
@@ -481,8 +477,8 @@ def distributions(
     }
     schedule = "harmful" if way.accuracy == 0 < way.stated else "obsspec"
     off, on = (
-        simulate(validated({**workload, "schedule": name, "depth": depth}, "the rollouts")).mean_latency
-        for name, depth in (("sequential", 0), (schedule, 1))
+        simulate(validated({**workload, "schedule": name, "depth": 1}, "the rollouts")).mean_latency
+        for name in ("sequential", schedule)
     )
     return (off - on) / (off - statistics.mean(tools))
 

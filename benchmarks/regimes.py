@@ -242,19 +242,18 @@ def _draw(axis: Axes, panel: str, lines: dict[str, list[tuple[float, float]]], r
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def warming(advance: Callable[[], None]) -> list[float]:
+def warming() -> list[float]:
     """The most that reading drafts ahead, without generating on them, could save: sequential latency when observations
     cost nothing to read, relative to as it is; by load."""
     ratios = []
     for load in (0.1, 0.5, 0.9):
-        length = {"observation": {"mean": 250, "sigma": 1.0}}
         changes = {"load": load, "schedule": "sequential"}
         pair = [
-            Point({}, validated(merged(BASE, {**changes, "lengths": each}), "benchmarks/regimes.py"))
-            for each in (length, {"observation": 1})
+            Point({}, validated(merged(BASE, {**changes, **lengths}), "benchmarks/regimes.py"))
+            for lengths in ({}, {"lengths": {"observation": 1}})
         ]
-        read, free = run(pair, advance)
-        ratios.append(free.mean_latency / read.mean_latency)
+        as_is, free = run(pair, lambda: None)
+        ratios.append(free.mean_latency / as_is.mean_latency)
     return ratios
 
 
@@ -281,7 +280,7 @@ def main() -> None:
         for panel, lines in curves(results, regime).items():
             for line, places in lines.items():
                 console.print(f"  {panel:16} {line:34}", *(f"{x:g}: {y:.3f} " for x, y in places), highlight=False)
-    ratios = warming(lambda: None)
+    ratios = warming()
     console.print("\nObservations that cost nothing to read, by load:", *(f"{ratio:.4f}" for ratio in ratios))
     if arguments.json:
         arguments.json.write_text(json.dumps({"rows": written, "warming": ratios}, indent=2) + "\n")

@@ -43,8 +43,13 @@ notes = Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 _BAD_INPUT, _INTERRUPTED, _TERMINATED = 2, 130, 143
 _LARGEST_SEED = 2**63 - 1
-_LOCAL_EXTRA = ("torch", "transformers", "tokenizers", "peft", "safetensors", "gguf", "accelerate", "huggingface_hub")
-_LAB_EXTRA = ("trio", "pyarrow", "plotly")
+_LOCAL = ("torch", "transformers", "tokenizers", "peft", "safetensors", "gguf", "accelerate", "huggingface_hub")
+_EXTRAS = {
+    **dict.fromkeys(_LOCAL, ("models in this process need", "local")),
+    **dict.fromkeys(("trio", "pyarrow", "plotly"), ("the lab needs", "lab")),
+    "aiohttp": ("a policy on a server needs", "server"),
+}
+"""By package: what needs it, and the extra that brings it."""
 
 
 class Interruption(Exception):  # noqa: N818 -- nothing went wrong
@@ -421,12 +426,9 @@ def _explain(error: Exception) -> int:
         case TyperException():  # Without a message it has shown the help.
             message = error.format_message()
             return _complain(f"{message} (--help explains)") if message else _BAD_INPUT
-        case ImportError() if _package(error) in _LOCAL_EXTRA:
-            return _complain(f"models in this process need {_package(error)}: pip install 'obsspec[local]'")
-        case ImportError() if _package(error) == "aiohttp":
-            return _complain("a policy on a server needs aiohttp: pip install 'obsspec[server]'")
-        case ImportError() if _package(error) in _LAB_EXTRA:
-            return _complain(f"the lab needs {_package(error)}: pip install 'obsspec[lab]'")
+        case ImportError() if (package := _package(error)) in _EXTRAS:
+            what, extra = _EXTRAS[package]
+            return _complain(f"{what} {package}: pip install 'obsspec[{extra}]'")
         case OSError():  # Of the machine rather than of an option: no room, no descriptors, a name too long.
             return _complain(f"{error.filename or 'this machine'}: {error.strerror or error}")
     raise error

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import anyio
-
+from obsspec.background import background
 from obsspec.budget import Seats
 from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
 from obsspec.gate import Gate
@@ -87,18 +86,11 @@ async def _in_process(network: Network, seats: Seats) -> AsyncIterator[Policy]:
 @asynccontextmanager
 async def _on_server(url: str, plan: Plan, tokenizer: PreTrainedTokenizerBase, seats: Seats) -> AsyncIterator[Policy]:
     """With the server's word on what everybody asks of it, so that many processes can share it."""
-    failure: Exception | None = None
     connection = VllmPolicy.connect(url, plan.model, tokenizer, max_context=plan.max_context)
-    async with connection as policy, anyio.create_task_group() as reports:
-        try:
-            policy.check(plan.settings().sampling)
-            reports.start_soon(policy.report, seats)
-            yield policy
-        except Exception as error:  # Kept from the task group, which would wrap it in an exception group.
-            failure = error
-        reports.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
+    async with connection as policy, background() as reports:
+        policy.check(plan.settings().sampling)
+        reports.start_soon(policy.report, seats)
+        yield policy
 
 
 def _load(name: str, role: str, precision: Precision) -> tuple[Network, PreTrainedTokenizerBase]:

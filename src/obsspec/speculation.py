@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 import anyio
 from anyio.abc import TaskGroup
 
+from obsspec.background import background
 from obsspec.budget import Seats
 from obsspec.context import Context, Tokens
 from obsspec.errors import InputError
@@ -197,15 +198,8 @@ class Speculator:
 
         ``task`` is the key under which predictors remember; the instruction where it is empty.
         """
-        failure: Exception | None = None
-        async with anyio.create_task_group() as branches:
-            try:
-                yield Rollout(self, branches, instruction, seed, task or instruction)
-            except Exception as error:  # Kept from the task group, which would wrap it in an exception group.
-                failure = error
-            branches.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+        async with background() as branches:
+            yield Rollout(self, branches, instruction, seed, task or instruction)
 
 
 class Rollout:
@@ -432,12 +426,11 @@ class Rollout:
                     priority=branch.depth,
                     rollout=f"{self._task}#{self._seed}",
                 )
-                began, request_seconds = anyio.current_time(), self._seats.request_seconds()
-                branch.requested_at = began
+                branch.requested_at, request_seconds = anyio.current_time(), self._seats.request_seconds()
                 try:
                     finish = await self._policy.generate(request, branch.emit)
                 finally:
-                    branch.generating.append(self._interval(began))
+                    branch.generating.append(self._interval(branch.requested_at))
                     branch.request_seconds += self._seats.request_seconds() - request_seconds
                 if (written := len(branch.generation.tokens)) > request.max_tokens:
                     raise ValueError(f"the policy wrote {written} tokens where max_tokens was {request.max_tokens}")

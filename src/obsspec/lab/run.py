@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -216,23 +215,18 @@ def run(
     done = {each.workload.model_dump_json(): each.figures for each in known if each.version == __version__}
     keys = [workload.model_dump_json() for workload in settled]
     pending = {key: workload for key, workload in zip(keys, settled, strict=True) if key not in done}
-    counted = Counter(keys)
-    for key in done.keys() & counted.keys():
-        _repeat(advance, counted[key])
+    for _ in filter(done.__contains__, keys):
+        advance()
     with _workers(min(processes or len(os.sched_getaffinity(0)), max(1, len(pending)))) as workers:
         try:
             for key, figures in workers(pending):
                 done[key] = figures
                 keep(Simulated(pending[key], __version__, figures))
-                _repeat(advance, counted[key])
+                for _ in range(keys.count(key)):
+                    advance()
         except BrokenProcessPool:
             raise InputError("the system killed a process, perhaps for want of memory: use fewer --processes") from None
     return [done[key] for key in keys]
-
-
-def _repeat(call: Callable[[], None], times: int) -> None:
-    for _ in range(times):
-        call()
 
 
 _ENDING = {signal.SIGINT, signal.SIGTERM}

@@ -33,6 +33,11 @@ GateName = Literal["expected_value", "everything"]
 Seats = Annotated[float, AfterValidator(_whole)]
 
 
+def normal_score(uniform: float) -> float:
+    """The standard normal variate that is larger than a share ``uniform``, in [0, 1), of all."""
+    return NormalDist().inv_cdf(min(max(uniform, 1e-12), 1 - 1e-12))
+
+
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
@@ -76,8 +81,7 @@ class Distribution(_Table):
         if self.always is not None:
             return self.always
         if self.mean is not None:
-            normal = NormalDist().inv_cdf(min(max(uniform, 1e-12), 1 - 1e-12))
-            return self.mean * math.exp(self.sigma * normal - self.sigma**2 / 2)
+            return self.mean * math.exp(self.sigma * normal_score(uniform) - self.sigma**2 / 2)
         return self._table.sample(uniform)
 
     @cached_property

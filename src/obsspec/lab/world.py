@@ -17,7 +17,7 @@ import anyio
 
 from obsspec.context import Tokens
 from obsspec.lab.server import SimulatedPolicyServer
-from obsspec.lab.workload import Workload
+from obsspec.lab.workload import Workload, normal_score
 from obsspec.types import Action, Draft, Generation, Observation, Query, Request, Step, Task
 
 
@@ -44,10 +44,12 @@ class World:
     def kind(self, task: str, turn: int) -> int:
         """Of the turn's command, the slowest kind last. Normal scores of the kind and of the call's time correlate."""
         tool = self.workload.tool
-        time = _NORMAL.inv_cdf(_inside(self._random("tool", task, turn).random()))
+        if tool.kinds == 1:
+            return 0
+        time = normal_score(self._random("tool", task, turn).random())
         noise = self._random("kind", task, turn).gauss()
         score = tool.predictability * time + math.sqrt(1 - tool.predictability**2) * noise
-        return min(tool.kinds - 1, int(tool.kinds * _NORMAL.cdf(score)))
+        return min(tool.kinds - 1, int(tool.kinds * NormalDist().cdf(score)))
 
     def observation(self, task: str, turn: int) -> str:
         return f"{task}/{turn}"
@@ -87,13 +89,6 @@ class World:
 
     def _random(self, *key: object) -> Random:
         return Random(f"{self.workload.seed}/{key}")
-
-
-_NORMAL = NormalDist()
-
-
-def _inside(uniform: float) -> float:
-    return min(max(uniform, 1e-12), 1 - 1e-12)
 
 
 def stop_tokens(kinds: int) -> Tokens:

@@ -14,6 +14,7 @@ import anyio
 import anyio.lowlevel
 import yarl
 
+from obsspec.background import background
 from obsspec.errors import InputError
 from obsspec.types import Finish, PolicyError, Request
 
@@ -92,7 +93,7 @@ class Server:
 
         One that shuts down ends its engine first, and then waits for the streams that the engine no longer feeds.
         """
-        failure: Exception | None = None
+        failure: PolicyError | None = None
         heard_at = anyio.current_time()
 
         def heard() -> None:
@@ -112,13 +113,9 @@ class Server:
                         failure = error
             watching.cancel_scope.cancel()
 
-        async with anyio.create_task_group() as watching:
+        async with background() as watching:
             watching.start_soon(watch)
-            try:
-                yield heard
-            except Exception as error:  # Kept from the task group, which would wrap it in an exception group.
-                failure = error
-            watching.cancel_scope.cancel()
+            yield heard
         if failure is not None:
             raise failure
 
