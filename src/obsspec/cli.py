@@ -48,6 +48,7 @@ _EXTRAS = {
     **dict.fromkeys(_LOCAL, ("models in this process need", "local")),
     **dict.fromkeys(("trio", "pyarrow", "plotly"), ("the lab needs", "lab")),
     "aiohttp": ("a policy on a server needs", "server"),
+    "orjson": ("a policy on a server needs", "server"),
 }
 """By package: what needs it, and the extra that brings it."""
 

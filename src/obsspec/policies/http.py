@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import anyio
 import anyio.lowlevel
+import orjson
 import yarl
 
 from obsspec.background import background
@@ -49,6 +49,7 @@ class Server:
         # A thousand streams at once: of the clients that we tried, this one takes the least for each.
         self._session = aiohttp.ClientSession(
             headers=self._headers,
+            json_serialize=lambda body: orjson.dumps(body).decode(),  # A body has thousands of token ids.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
             # Between tokens there is no limit: the server may be full, or paused.
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
@@ -65,7 +66,7 @@ class Server:
         """The JSON of one reply; None where it is empty."""
         async with self._reply(method, path, json=body) as response:
             content = await response.read()
-            return json.loads(content) if content else None
+            return orjson.loads(content) if content else None
 
     async def metrics(self, *names: str) -> list[float]:
         """The values of Prometheus gauges, each summed over its labels."""
@@ -177,12 +178,12 @@ class Server:
                 await anyio.sleep(max(1, int(seconds)))
         except aiohttp.ClientConnectorError as error:
             raise PolicyError(f"policy server {self.url}: {error.os_error.strerror or error.os_error}") from error
-        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError, orjson.JSONDecodeError) as error:
             reason = " ".join(f"{type(error).__name__} {error}".split())
             raise PolicyError(f"policy server {self.url}: {reason}") from error
 
     def _event(self, content: bytes) -> Any:
-        event = json.loads(content)
+        event = orjson.loads(content)
         if "error" in event:
             raise self._failure(_code(event["error"]), content)
         return event
@@ -207,7 +208,7 @@ def _message(content: bytes) -> str:
     """What an error says, in one line, in whichever of their forms."""
     text: Any = content.decode(errors="replace")
     try:
-        text = json.loads(text)
+        text = orjson.loads(text)
     except ValueError:
         pass
     else:
