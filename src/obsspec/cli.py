@@ -46,7 +46,7 @@ _LARGEST_SEED = 2**63 - 1
 _LOCAL = ("torch", "transformers", "tokenizers", "peft", "safetensors", "gguf", "accelerate", "huggingface_hub")
 _EXTRAS = {
     **dict.fromkeys(_LOCAL, ("models in this process need", "local")),
-    **dict.fromkeys(("trio", "pyarrow", "plotly"), ("the lab needs", "lab")),
+    **dict.fromkeys(("trio", "pyarrow", "plotly"), ("the lab and analyses need", "lab")),
     "aiohttp": ("a policy on a server needs", "server"),
     "orjson": ("a policy on a server needs", "server"),
 }
@@ -289,6 +289,60 @@ lab = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(lab, name="lab")
+
+
+@app.command()
+def analyze(
+    logs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Files, gzipped or not, or directories of them: mini-swe-agent and SWE-agent trajectories, Harbor job "
+            "folders (ATIF), OpenAI messages as JSON lines, what `obsspec rollout` wrote, or JSON lines with "
+            "`command`, `output` and, where known, `task`, `rollout`, `exit_code`, `seconds` and `generation_seconds`. "
+            "What each is is told by its content."
+        ),
+    ],
+    directory: Annotated[
+        Path | None,
+        typer.Option("--output", help="Directory for `analysis.html`, `analysis.json` and `steps.parquet`."),
+    ] = None,
+    times: Annotated[
+        str,
+        typer.Option(
+            help="The lab's workload (`obsspec lab list`) whose times stand for those that a log does not tell."
+        ),
+    ] = "local-exec",
+    as_json: Json = False,
+) -> None:
+    """Tell from logs of your agents what ObsSpec would save them, and why not more.
+
+    Every step is predicted from those before it, in the logs' order, and then learned from. The lab runs the rollouts
+    with these predictions and with the logs' times.
+    """
+    from obsspec.analysis.formats import read_log
+    from obsspec.analysis.prediction import predict, predictors
+    from obsspec.analysis.report import Analysis, figures, tables, write
+    from obsspec.analysis.savings import POINTS, Source, simulate
+    from obsspec.analysis.savings import times as times_of
+    from obsspec.reports.tables import counting
+
+    source = Source.of(times)
+    with _interruptible("nothing was written"):
+        log = read_log(*logs)
+        asked = predictors(log)
+        with counting(notes, "predictions", len(asked) * log.steps) as advance:
+            predictions = {name: predict(log, predictor, advance) for name, predictor in asked.items()}
+        measured = times_of(log, source)
+        with counting(notes, "simulations", len(POINTS)) as advance:
+            savings = simulate(log, measured, predictions["rules + memory"], advance)
+    analysis = Analysis(log, measured, source.workload, predictions, savings)
+    if directory is not None:
+        write(analysis, directory)
+    if as_json:
+        _print_json(figures(analysis))
+    else:
+        output.width = max(output.width, 120)
+        _print(*tables(analysis))
 
 
 @lab.command("run")

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from obsspec.errors import InputError, writing, wrong_field
 from obsspec.rates import Rate
-from obsspec.shell import parse
+from obsspec.shell import kind_of
 from obsspec.types import Action, Draft, Turn
 
 
@@ -100,7 +100,7 @@ class ToolTimes:
     """The latest times of any command."""
 
     def learn(self, command: str, seconds: float) -> None:
-        kind = _kind(command)
+        kind = kind_of(command)
         self.kinds[kind] = self.kinds.pop(kind, deque())
         for times, most in ((self.kinds[kind], _MOST_TIMES_OF_A_KIND), (self.all, _MOST_TIMES)):
             times.append(seconds)
@@ -117,7 +117,7 @@ class ToolTimes:
         ever run for so long it is expected to run as long again.
         """
         every = _remaining(self.all, elapsed, most, after)
-        own = _remaining(self.kinds.get(_kind(command), ()), elapsed, most, after)
+        own = _remaining(self.kinds.get(kind_of(command), ()), elapsed, most, after)
         usual = sum(every) / len(every) if every else min(most, elapsed + after) if self.all else most
         return (sum(own) + _PRIOR_TIMES * usual) / (len(own) + _PRIOR_TIMES)
 
@@ -271,14 +271,6 @@ _PRIOR_TOKENS = 50.0
 
 def _tenth(probability: float) -> int:
     return min(9, int(10 * probability))
-
-
-def _kind(command: str) -> str:
-    """The programs that a command names; its first word where it is more than a list of simple commands."""
-    simple = parse(command)
-    if simple is None:
-        return next(iter(command.split()), "")
-    return " ".join(dict.fromkeys(each.name for each in simple))
 
 
 def _remaining(times: Iterable[float], elapsed: float, most: float, after: float) -> list[float]:

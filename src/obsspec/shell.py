@@ -263,3 +263,11 @@ def effect_of(simple: Simple) -> Effect:
         another = next((argument for argument in simple.arguments if argument in _PROGRAMS), "")
         return "writes" if another in _WRITERS else "reads" if another in _READERS else "unknown"
     return "reads" if simple.name in _READERS or simple.name in _WRITING_ARGUMENT else "unknown"
+
+
+def kind_of(command: str) -> str:
+    """The programs that a command names; its first word where it is more than a list of simple commands."""
+    simple = parse(command)
+    if simple is None:
+        return next(iter(command.split()), "")
+    return " ".join(dict.fromkeys(each.name for each in simple))

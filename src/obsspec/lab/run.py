@@ -124,15 +124,19 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     return value  # type: ignore[no-any-return]
 
 
-def simulate(workload: Workload) -> Figures:
+Making = Callable[[Workload], World]
+"""The world of a settled workload."""
+
+
+def simulate(workload: Workload, world: Making = World) -> Figures:
     """Runs the product's engine on a workload in virtual time. The same workload always gives the same figures."""
     with _reproducible_trio():
-        return trio.run(_simulate, workload, clock=trio.testing.MockClock(autojump_threshold=0))
+        return trio.run(_simulate, workload, world, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-async def _simulate(workload: Workload) -> Figures:
+async def _simulate(workload: Workload, make: Making) -> Figures:
     schedule = SCHEDULES[workload.schedule]
-    world = World(schedule.settle(workload))
+    world = make(schedule.settle(workload))
     began = time.process_time()
     async with serving(schedule.server(world)) as server:
         speculator = schedule.speculator(world, server)
@@ -149,8 +153,8 @@ async def _simulate(workload: Workload) -> Figures:
         active=workload.active,
         mean_latency=sum(trajectory.seconds for trajectory in trajectories) / len(trajectories),
         makespan=makespan,
-        tool_calls=len(turns),
-        attempted=sum(outcome != "off" for outcome in outcomes),
+        tool_calls=sum(turn.executing is not None for turn in turns),
+        attempted=sum(turn.executing is not None and turn.outcome != "off" for turn in turns),
         drafted=sum(outcome in ("hit", "miss", "gated") for outcome in outcomes),
         hits=outcomes.count("hit"),
         tool_seconds=sum(turn.executing.seconds for turn in turns if turn.executing),
@@ -204,6 +208,7 @@ def run(
     processes: int | None = None,
     known: Sequence[Simulated] = (),
     keep: Callable[[Simulated], None] = lambda simulated: None,
+    world: Making = World,
 ) -> list[Figures]:
     """The figures of all points, in their order, on ``processes`` cores: all of them by default.
 
@@ -219,7 +224,7 @@ def run(
         advance()
     with _workers(min(processes or len(os.sched_getaffinity(0)), max(1, len(pending)))) as workers:
         try:
-            for key, figures in workers(pending):
+            for key, figures in workers(pending, world):
                 done[key] = figures
                 keep(Simulated(pending[key], __version__, figures))
                 for _ in range(keys.count(key)):
@@ -233,16 +238,18 @@ _ENDING = {signal.SIGINT, signal.SIGTERM}
 
 
 @contextmanager
-def _workers(processes: int) -> Iterator[Callable[[Mapping[str, Workload]], Iterator[tuple[str, Figures]]]]:
+def _workers(
+    processes: int,
+) -> Iterator[Callable[[Mapping[str, Workload], Making], Iterator[tuple[str, Figures]]]]:
     """Simulates in processes that end with the block, and yields what is done as it is. Being told to end is for this
     process alone: they inherit that it is blocked."""
     others = set(multiprocessing.active_children())
     executor = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
 
-    def start(workloads: Mapping[str, Workload]) -> Iterator[tuple[str, Figures]]:
+    def start(workloads: Mapping[str, Workload], world: Making) -> Iterator[tuple[str, Figures]]:
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         try:
-            keys = {executor.submit(simulate, workload): key for key, workload in workloads.items()}
+            keys = {executor.submit(simulate, workload, world): key for key, workload in workloads.items()}
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         return ((keys[future], future.result()) for future in as_completed(keys))

@@ -18,7 +18,7 @@ import anyio
 from obsspec.context import Tokens
 from obsspec.lab.server import SimulatedPolicyServer
 from obsspec.lab.workload import Workload, normal_score
-from obsspec.types import Action, Draft, Generation, Observation, Query, Request, Step, Task
+from obsspec.types import Action, Done, Draft, Generation, Observation, Query, Request, Step, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,15 @@ class World:
         score = tool.predictability * time + math.sqrt(1 - tool.predictability**2) * noise
         return min(tool.kinds - 1, int(tool.kinds * NormalDist().cdf(score)))
 
+    @property
+    def stop(self) -> Tokens:
+        """The tokens that end a generation: one for each step that it may be."""
+        return tuple(range(-self.workload.tool.kinds, 0))
+
+    def step(self, place: int) -> Step:
+        """What a generation says that ends with the token at ``place`` of ``stop``: a command of that kind."""
+        return Action(f"work{place}")
+
     def observation(self, task: str, turn: int) -> str:
         return f"{task}/{turn}"
 
@@ -69,8 +78,7 @@ class World:
         else:
             assert generation.seconds is not None
             tokens = generation.seconds.sample(uniform) / self.workload.server.costs.step(1)
-        task = request.rollout.rpartition("#")[0]
-        return max(1, round(tokens)), stop_tokens(self.workload.tool.kinds)[self.kind(task, request.turn)]
+        return max(1, round(tokens)), self.stop[self.kind(_task(request), request.turn)]
 
     def drafts(self, task: str, turn: int) -> tuple[tuple[float, bool], ...]:
         """The chance of each, and whether it is exact: at most one is."""
@@ -91,30 +99,89 @@ class World:
         return Random(f"{self.workload.seed}/{key}")
 
 
-def stop_tokens(kinds: int) -> Tokens:
-    """One for each kind of command."""
-    return tuple(range(-kinds, 0))
+def _task(request: Request) -> str:
+    return request.rollout.rpartition("#")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTurn:
+    """One turn of a rollout that was recorded: a generation, and the command that it asks for."""
+
+    kind: int
+    """Of its command, a place in ``RecordedWorld.commands``; one beyond them in a rollout's last turn, which has no
+    command and ends it."""
+    generation_seconds: float
+    """On an idle server."""
+    tool_seconds: float
+    drafts: tuple[tuple[float, bool], ...] = ()
+    """The chance that the predictor gave each, and whether it was exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedWorld(World):
+    """A world in which the rollouts, and what was predicted for them, are recorded ones.
+
+    After a wrong draft the policy would have written something else; its length is that of some other generation. A
+    predictor whose accuracy is 1 proposes the truth. Every rollout ends with a turn that has no command.
+    """
+
+    rollouts: tuple[tuple[RecordedTurn, ...], ...] = ()
+    commands: tuple[str, ...] = ()
+    """One of each kind, for the gate, which learns how long kinds of commands take."""
+
+    def jobs(self) -> list[tuple[Task, int]]:
+        return [(Task(str(number), "work"), number) for number in range(len(self.rollouts))]
+
+    def tool_seconds(self, task: str, turn: int) -> float:
+        return self.rollouts[int(task)][turn].tool_seconds
+
+    @property
+    def stop(self) -> Tokens:
+        return tuple(range(-1 - len(self.commands), 0))
+
+    def step(self, place: int) -> Step:
+        """The last one says that the rollout is over."""
+        return Action(self.commands[place]) if place < len(self.commands) else Done()
+
+    def generation(self, request: Request) -> tuple[int, int]:
+        task, turn = _task(request), request.turn
+        recorded, observed = self.rollouts[int(task)][turn], request.context.segment.tokens[0]
+        if turn and observed != _stand_in(self.observation(task, turn - 1)):
+            random = self._random("generation", request.seed, turn, observed)
+            recorded = random.choice(random.choice(self.rollouts))
+        tokens = recorded.generation_seconds / self.workload.server.costs.step(1)
+        return max(1, round(tokens)), self.stop[recorded.kind]
+
+    def drafts(self, task: str, turn: int) -> tuple[tuple[float, bool], ...]:
+        if self.workload.predictor.accuracy == 1:
+            return ((1.0, True),)
+        return self.rollouts[int(task)][turn].drafts
+
+
+def _stand_in(text: str) -> int:
+    """The token that stands for a text."""
+    return crc32(text.encode())
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedChat:
-    """A ``types.Chat``: every generation is an action, whose kind its last token says; an observation is as long as
-    the world says."""
+    """A ``types.Chat``: what a generation's last token stands for is what it says; an observation is as long as the
+    world says."""
 
     world: World
 
     @property
     def stop(self) -> Tokens:
-        return stop_tokens(self.world.workload.tool.kinds)
+        return self.world.stop
 
     def start(self, instruction: str) -> Tokens:
         return (1,) * self.world.workload.lengths.prompt
 
     def parse(self, generation: Generation) -> Step:
-        return Action(f"work{self.stop.index(generation.tokens[-1])}")
+        return self.world.step(self.stop.index(generation.tokens[-1]))
 
     def observe(self, generation: Generation, text: str) -> Tokens:
-        return (crc32(text.encode()), *(1,) * (self.world.observation_tokens(text) - 1))
+        return (_stand_in(text), *(1,) * (self.world.observation_tokens(text) - 1))
 
 
 @dataclass(slots=True)

@@ -1,0 +1,1 @@
+"""What ObsSpec would save on the logs of agents that ran without it."""

@@ -1,0 +1,358 @@
+"""Logs of agents: every format is read, bad parts are named, and what the analysis says can be worked out by hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from obsspec import InputError
+from obsspec.analysis.formats import Log, LoggedRollout, LoggedStep, read_log
+from obsspec.analysis.prediction import predict, predictors
+from obsspec.analysis.report import Analysis, figures, write
+from obsspec.analysis.savings import POINTS, Savings, Source, advice, simulate, times
+from test_cli import obsspec
+
+COMMAND, OUTPUT = "cat notes", "three\nlines\nhere"
+
+# The same two steps in every format: one that fails after 2 s and 3 s of generation, and a silent one.
+
+MINI_SWE_AGENT = {
+    "info": {"exit_status": "Submitted"},
+    "trajectory_format": "mini-swe-agent-1",
+    "messages": [
+        {"role": "system", "content": "You use bash.", "timestamp": 100.0},
+        {"role": "user", "content": "Fix it.", "timestamp": 100.0},
+        {"role": "assistant", "content": "THOUGHT: look\n\n```bash\ncat notes\n```", "timestamp": 103.0},
+        {
+            "role": "user",
+            "content": "<returncode>1</returncode>\n<output>\nthree\nlines\nhere\n</output>",
+            "timestamp": 105.0,
+        },
+        {"role": "assistant", "content": "```bash\nmkdir d\n```", "timestamp": 106.0},
+        {"role": "user", "content": "<returncode>0</returncode>\n<output>\n</output>", "timestamp": 106.5},
+        {"role": "assistant", "content": "Done.", "timestamp": 110.5},
+    ],
+}
+MINI_SWE_AGENT_2 = {
+    "trajectory_format": "mini-swe-agent-1.1",
+    "messages": [
+        {"role": "user", "content": "Fix it.", "extra": {"timestamp": 100.0}},
+        {
+            "role": "assistant",
+            "content": "look",
+            "tool_calls": [{"id": "a", "function": {"name": "bash", "arguments": '{"command": "cat notes"}'}}],
+            "extra": {"actions": [{"command": "cat notes", "tool_call_id": "a"}], "timestamp": 103.0},
+        },
+        {
+            "role": "tool",
+            "tool_call_id": "a",
+            "content": "whatever the model read",
+            "extra": {"raw_output": "three\nlines\nhere\n", "returncode": 1, "timestamp": 105.0},
+        },
+        {"role": "assistant", "content": "", "extra": {"actions": [{"command": "mkdir d"}], "timestamp": 106.0}},
+        {"role": "tool", "content": "", "extra": {"raw_output": "", "returncode": 0, "timestamp": 106.5}},
+        {"role": "exit", "content": "", "extra": {}},
+    ],
+}
+SWE_AGENT = {
+    "environment": "swe_main",
+    "trajectory": [
+        {"action": "cat notes\n", "observation": "three\nlines\nhere\n", "execution_time": 2.0, "thought": ""},
+        {
+            "action": "mkdir d",
+            "observation": "Your command ran successfully and did not produce any output.",
+            "execution_time": 0.5,
+        },
+        {"action": "", "observation": "", "execution_time": 0.0},
+    ],
+    "info": {},
+}
+ATIF = {
+    "schema_version": "ATIF-v1.4",
+    "session_id": "s",
+    "agent": {"name": "terminus", "version": "1"},
+    "steps": [
+        {"step_id": 1, "source": "user", "message": "Fix it."},
+        {
+            "step_id": 2,
+            "source": "agent",
+            "message": "look",
+            "tool_calls": [
+                {"tool_call_id": "1", "function_name": "bash_command", "arguments": {"keystrokes": "cat notes\n"}}
+            ],
+            "observation": {"results": [{"source_call_id": "1", "content": OUTPUT}]},
+        },
+        {
+            "step_id": 3,
+            "source": "agent",
+            "tool_calls": [{"tool_call_id": "2", "function_name": "shell", "arguments": {"command": "mkdir d"}}],
+            "observation": {"results": [{"content": None}]},
+        },
+    ],
+}
+OPENAI = [
+    {"role": "user", "content": [{"type": "text", "text": "Fix it."}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "cat notes"}'}},
+            {"id": "2", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "mkdir d"}'}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": OUTPUT},
+    {"role": "tool", "tool_call_id": "2", "content": ""},
+]
+STEPS = [
+    {"task": "a", "command": COMMAND, "output": f"{OUTPUT}\n", "exit_code": 1, "seconds": 2, "generation_seconds": 3},
+    {"task": "a", "command": "mkdir d", "output": "", "seconds": 0.5},
+]
+OURS = {
+    "task": "a",
+    "turns": [
+        {"command": COMMAND, "observation": f"{OUTPUT}\n[exit code 1]", "generating": [[1, 4]], "executing": [4, 6]},
+        {"command": None, "observation": "malformed", "generating": [[6, 6.5]], "executing": None},
+        {"command": "mkdir d", "observation": "(no output)", "generating": [[6.5, 7]], "executing": [7, 7.5]},
+        {"command": None, "observation": None, "generating": [[7.5, 11.5]], "executing": None},
+    ],
+}  # fmt: skip
+
+
+def lines(rows: list[Any]) -> str:
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
+FAILED, FINE, SILENT = f"{OUTPUT}\n[exit code 1]", OUTPUT, "(no output)"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "first", "task", "seconds", "generating", "last"),
+    [
+        ("t/t.traj.json", json.dumps(MINI_SWE_AGENT), FAILED, "Fix it.", [2, 0.5], [3, 1], 4),
+        ("t/t.traj.json", json.dumps(MINI_SWE_AGENT_2, indent=2), FAILED, "Fix it.", [2, 0.5], [3, 1], None),
+        ("owner__repo-1.traj", json.dumps(SWE_AGENT), FINE, "owner__repo-1", [2, 0.5], [None, None], None),
+        ("job/fix__aB3/agent/trajectory.json", json.dumps(ATIF), FINE, "fix", [None, None], [None, None], None),
+        ("chat.jsonl", lines(OPENAI), FINE, "Fix it.", [None, None], [None, None], None),
+        ("chats.jsonl", lines([{"messages": OPENAI}]), FINE, "Fix it.", [None, None], [None, None], None),
+        ("steps.json", json.dumps(STEPS), FAILED, "a", [2, 0.5], [3, None], None),
+        ("chat.json", json.dumps(OPENAI), FINE, "Fix it.", [None, None], [None, None], None),
+        ("steps.jsonl", lines(STEPS), FAILED, "a", [2, 0.5], [3, None], None),
+        ("run/trajectories.jsonl", lines([OURS]), FAILED, "a", [2, 0.5], [3, 1], 4),
+    ],
+)
+def test_every_format_is_read_whatever_its_place(
+    tmp_path: Path,
+    name: str,
+    content: str,
+    first: str,
+    task: str,
+    seconds: list[float],
+    generating: list[float],
+    last: float | None,
+) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(content)
+    expected = LoggedRollout(
+        task,
+        (
+            LoggedStep(COMMAND, first, seconds[0], generating[0]),
+            LoggedStep("mkdir d", SILENT, seconds[1], generating[1]),
+        ),
+        last,
+    )
+    assert read_log(file).rollouts == [expected]
+    assert read_log(tmp_path).rollouts == [expected]
+    packed = tmp_path / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress(content.encode()))
+    assert [rollout.steps for rollout in read_log(packed).rollouts] == [expected.steps]
+
+
+def test_steps_of_several_rollouts_are_told_apart(tmp_path: Path) -> None:
+    rows = [
+        {"task": task, "trial": trial, "step": step, "command": "ls", "output": f"{task}{trial}{step}"}
+        for task, trial, step in [("a", 1, 0), ("a", 1, 1), ("a", 2, 0), ("b", 2, 0), ("b", 2, 1), ("b", 2, 0)]
+    ]
+    (tmp_path / "log.jsonl").write_text(lines(rows))
+    assert [len(rollout.steps) for rollout in read_log(tmp_path / "log.jsonl").rollouts] == [2, 1, 2, 1]
+
+
+def test_a_bad_line_is_named_and_costs_only_itself(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    bad = [
+        "{not json",
+        "[1]",
+        '{"other": 1}',
+        '{"command": "ls", "output": 3}',
+        '{"command": "ls", "output": "", "seconds": -1}',
+        '{"trajectory": [{"action": 1}]}',
+        '{"messages": [7]}',
+        '{"turns": [{}]}',
+    ]
+    file.write_text("\n".join([json.dumps(STEPS[0]), *bad, json.dumps(STEPS[1])]))
+    log = read_log(file)
+    assert log.steps == 2
+    assert [line.partition(":")[0] for line in log.skipped] == [f"{file}, line {number}" for number in range(2, 10)]
+
+
+def test_other_files_in_a_directory_are_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model": "m"}')
+    (tmp_path / "result.json").write_text("[]")
+    (tmp_path / "log.jsonl").write_text(lines(STEPS))
+    assert read_log(tmp_path).skipped == []
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "no such file or directory"),
+        (b"", "no step of any agent"),
+        (b"\x00\xff", "line 1: not a JSON object"),
+        (b"\x1f\x8bnot gzip", "give a log"),
+        (b'{"messages": []}', "no step of any agent"),
+        (b'{"a": 1}', "neither messages nor command and output"),
+    ],
+)
+def test_what_is_no_log_is_one_line(tmp_path: Path, content: bytes | None, complaint: str) -> None:
+    file = tmp_path / "log"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InputError) as error:
+        read_log(file)
+    assert str(file) in str(error.value)
+    assert complaint in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_whether_the_directory_lasts_is_told_by_the_commands(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text(lines([{"command": "cd /src && ls", "output": "a"}] * 3))
+    assert not read_log(file).keeps_directory
+    file.write_text(lines([{"command": "cd /src", "output": ""}, {"command": "ls", "output": "a"}]))
+    assert read_log(file).keeps_directory
+
+
+# Predictions.
+
+
+def logged(*rollouts: list[LoggedStep], last: float | None = None) -> Log:
+    return Log([LoggedRollout("task", tuple(steps), last) for steps in rollouts])
+
+
+def analysed(log: Log) -> Analysis:
+    predictions = {name: predict(log, each, lambda: None) for name, each in predictors(log).items()}
+    measured = times(log, Source.of("local-exec"))
+    savings = simulate(log, measured, predictions["rules + memory"], lambda: None)
+    return Analysis(log, measured, "local-exec", predictions, savings)
+
+
+def test_a_step_is_predicted_before_it_is_learned_from() -> None:
+    log = logged([LoggedStep("./once", "7")], [LoggedStep("./once", "7")], [LoggedStep("./once", "8")])
+    memory = predict(log, predictors(log)["memory"], lambda: None)
+    assert [each.exact for each in memory] == [False, True, False]
+    assert [each.attempted for each in memory] == [False, True, True]
+
+
+# Savings.
+
+
+def silent(count: int, seconds: float, generating: float) -> list[LoggedStep]:
+    return [LoggedStep(f"mkdir d{place}", SILENT, seconds, generating) for place in range(count)]
+
+
+def test_predicted_tools_hide_as_much_as_the_next_generation_fills() -> None:
+    """Four tools of 2 s, each with a generation of 0.5 s before and one at the end."""
+    savings = analysed(logged(silent(4, 2.0, 0.5), last=0.5)).savings
+    assert savings.sequential == pytest.approx(4 * 2 + 5 * 0.5)
+    for name in POINTS[1:]:
+        assert savings.schedules[name].mean_latency == pytest.approx(4 * 2 + 0.5, abs=0.05), name
+    assert savings.losses.hidden == pytest.approx(2.0, abs=0.05)
+    assert savings.losses.beyond_the_generation == pytest.approx(6.0)
+    assert savings.losses.nothing_drafted == savings.losses.wrong == 0
+
+
+def test_what_nobody_predicts_saves_nothing_but_could() -> None:
+    steps = [LoggedStep(f"./measure {place}", f"{place * 7919}", 1.0, 1.0) for place in range(4)]
+    savings = analysed(logged(steps, last=1.0)).savings
+    assert savings.saved("obsspec, depth 1") == pytest.approx(0, abs=1e-3)
+    assert savings.saved("clairvoyant, depth 1") == pytest.approx(4 / 9, abs=0.01)
+    assert savings.losses.nothing_drafted == pytest.approx(4.0)
+    assert any("Unpredicted" in sentence for sentence in advice(savings))
+
+
+def test_the_losses_add_up_to_the_tools_time() -> None:
+    steps = [
+        *silent(3, 1.5, 0.4),
+        *(LoggedStep("./roll", str(place % 2), 0.7, 0.9) for place in range(6)),
+        *(LoggedStep("cat a", "same", 0.01, 0.9) for _ in range(3)),
+    ]
+    analysis = analysed(logged(steps, steps, last=0.2))
+    losses = analysis.savings.losses
+    parts = [getattr(losses, name) for name in losses.__dataclass_fields__]
+    assert min(parts) >= 0
+    assert sum(parts) == pytest.approx(sum(step.seconds or 0 for step in steps) * 2)
+
+
+def test_times_that_are_missing_are_drawn_the_same_every_time_and_said() -> None:
+    log = logged([LoggedStep("ls", "a"), LoggedStep("ls", "a", 2.0, 3.0)])
+    source = Source.of("paper-8b")
+    (first, second) = times(log, source)[0]
+    assert times(log, source)[0] == [first, second]
+    assert (second.tool, second.generation, first.next_generation) == (2.0, 3.0, 3.0)
+    assert first.tool > 0 < first.generation
+    assert figures(analysed(log))["steps_without_tool_time"] == 1
+
+
+def test_tools_that_take_no_time_are_said_not_to_pay() -> None:
+    savings: Savings = analysed(logged(silent(4, 0.001, 5.0))).savings
+    assert "less than 2 %" in next(advice(savings))
+
+
+# The command.
+
+
+def test_the_command_tells_what_a_log_would_save(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    rows = [{"task": "a", "rollout": n, "command": "make <b>", "output": "ok", "seconds": 1.0, "generation_seconds": 1.0} for n in (1, 2, 3) for _ in "12"]  # fmt: skip # noqa: E501
+    file.write_text(f"{lines(rows)}nonsense\n")
+    finished = obsspec("analyze", file, "--output", tmp_path / "out")
+    assert finished.returncode == 0, finished.stderr
+    assert "6 steps of 3 rollouts of 1 tasks" in finished.stdout
+    assert f"{file}, line 7: not a JSON object" in finished.stdout
+    assert "Set --predictor rules,memory" in finished.stdout
+    report = json.loads((tmp_path / "out/analysis.json").read_text())
+    assert report["predictors"]["memory"]["exact"] >= 3
+    assert pyarrow.parquet.read_table(tmp_path / "out/steps.parquet").num_rows == 6
+    assert "<b>" not in (tmp_path / "out/analysis.html").read_text().partition("<script")[0].partition("<body>")[2]
+    as_json = obsspec("analyze", file, "--json")
+    again = json.loads(as_json.stdout)
+    assert again["kinds"] == report["kinds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["missing.jsonl"], "missing.jsonl: no such file"),
+        (["{log}", "--times", "nowhere"], "nowhere"),
+        (["{log}", "--output", "/proc/no"], "--output /proc/no"),
+    ],
+)
+def test_what_the_command_cannot_use_is_one_line(tmp_path: Path, arguments: list[str], complaint: str) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text(lines(STEPS))
+    finished = obsspec("analyze", *(argument.format(log=file) for argument in arguments))
+    assert finished.returncode == 2
+    assert complaint in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_the_page_needs_no_network(tmp_path: Path) -> None:
+    write(analysed(logged(silent(3, 1.0, 1.0))), tmp_path)
+    page = (tmp_path / "analysis.html").read_text()
+    assert "What ObsSpec would save" in page
+    assert '<script src="http' not in page
