@@ -154,8 +154,8 @@ def test_it_learns_from_turns(tmp_path: Path) -> None:
     draft = DraftRecord("memory", 0.9, 0.0, True, False)
     gate = learned(*[turn("make", 5.0, 2.0, draft)] * 100)
     assert gate.generation_seconds == pytest.approx(2.0)
-    assert gate.probability(Draft("out", 0.9, "memory")) < 0.15
-    assert gate.probability(Draft("out", 0.9, "rules")) == 0.9
+    assert gate.probability(Draft("out", 0.9, "memory"), "make", 0.0) < 0.15
+    assert gate.probability(Draft("out", 0.9, "rules"), "make", 0.0) == 0.9
     assert gate.tool_times.remaining("make", 0.0, most=100.0) == pytest.approx(5.0)
     gate.save(tmp_path / "gate.json")
     assert ExpectedValue.load(tmp_path / "gate.json") == gate

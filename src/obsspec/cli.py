@@ -72,7 +72,7 @@ def common(
     pass
 
 
-_PREDICTOR = "Any of `rules,memory,language_model`, or `off`. The last of them wants a core of its own."
+_PREDICTOR = "Any of `rules,memory,language_model,timeouts`, or `off`. The language model wants a core of its own."
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, for machines.")]
 
 
@@ -102,7 +102,7 @@ def rollout(
         str | None,
         typer.Option(help="Directory or hub name of a served model's tokenizer; by default what the server says."),
     ] = None,
-    predictor: Annotated[str, typer.Option(help=_PREDICTOR)] = "rules,memory",
+    predictor: Annotated[str, typer.Option(help=_PREDICTOR)] = "rules,memory,timeouts",
     world_model: Annotated[str, typer.Option(help="What `language_model` runs on; named like the policy.")] = "builtin",
     depth: Annotated[int, typer.Option(min=0, help="How many observations ahead to speculate; 0 is sequential.")] = 1,
     breadth: Annotated[int, typer.Option(min=1, help="How many drafts to try for one observation.")] = 1,
@@ -264,7 +264,7 @@ def warmstart(
 def demo(
     repeats: Annotated[int, typer.Option(min=1, help="How often every rollout is run both ways, interleaved.")] = 2,
     depth: Annotated[int, typer.Option(min=1, help="How many observations ahead to speculate.")] = 2,
-    predictor: Annotated[str, typer.Option(help=_PREDICTOR)] = "rules,memory",
+    predictor: Annotated[str, typer.Option(help=_PREDICTOR)] = "rules,memory,timeouts",
     seats: Annotated[int, typer.Option(min=1, help="Generations that the policy runs at once, a thread each.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
 ) -> None:

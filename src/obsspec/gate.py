@@ -42,8 +42,9 @@ class Gate(Protocol):
     tool will run. Nothing that a branch has generated may enter its decisions.
     """
 
-    def probability(self, draft: Draft) -> float:
-        """That the draft is exact, 0 to 1; not simply what its predictor says of itself."""
+    def probability(self, draft: Draft, command: str, elapsed: float) -> float:
+        """That the draft is exact of a command that has been running for so many seconds, 0 to 1; not simply what its
+        predictor says of itself."""
 
     def admits(self, bet: Bet) -> bool:
         """Whether the draft gets its branch now."""
@@ -54,12 +55,12 @@ class Gate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """Admits what is likely enough, by the predictor's own word. 0 admits everything."""
+    """Admits what is likely enough, by the predictor's own word. 0 admits everything. It foresees no time-out."""
 
     least: float = 0.1
 
-    def probability(self, draft: Draft) -> float:
-        return draft.probability
+    def probability(self, draft: Draft, command: str, elapsed: float) -> float:
+        return 0.0 if draft.if_timed_out else draft.probability
 
     def admits(self, bet: Bet) -> bool:
         return bet.probability >= self.least
@@ -91,21 +92,44 @@ class Calibration:
 
 
 @dataclass
+class Times:
+    """How long the latest commands of some sort ran."""
+
+    seconds: deque[float] = field(default_factory=deque)
+    timed_out: deque[bool] = field(default_factory=deque)
+    """Of the same commands."""
+
+    def learn(self, seconds: float, timed_out: bool, most: int) -> None:
+        """Forgets the oldest where there are more than ``most``."""
+        self.seconds.append(seconds)
+        self.timed_out.append(timed_out)
+        if len(self.seconds) > most:
+            self.seconds.popleft()
+            self.timed_out.popleft()
+
+    def timing_out(self, elapsed: float) -> Rate:
+        """Of those that ran for longer, how many ran out of time."""
+        longer = [ended for seconds, ended in zip(self.seconds, self.timed_out, strict=True) if seconds > elapsed]
+        return Rate(sum(longer), len(longer))
+
+
+_NO_TIMES = Times()
+
+
+@dataclass
 class ToolTimes:
     """How long commands run, by the programs that they name, learned from those that have ended."""
 
-    kinds: dict[str, deque[float]] = field(default_factory=dict)
-    """The latest times of each kind of command, in seconds; those used last come last."""
-    all: deque[float] = field(default_factory=deque)
-    """The latest times of any command."""
+    kinds: dict[str, Times] = field(default_factory=dict)
+    """Those of each kind of command; those used last come last."""
+    all: Times = field(default_factory=Times)
+    """Those of any command."""
 
-    def learn(self, command: str, seconds: float) -> None:
+    def learn(self, command: str, seconds: float, timed_out: bool = False) -> None:
         kind = kind_of(command)
-        self.kinds[kind] = self.kinds.pop(kind, deque())
-        for times, most in ((self.kinds[kind], _MOST_TIMES_OF_A_KIND), (self.all, _MOST_TIMES)):
-            times.append(seconds)
-            if len(times) > most:
-                times.popleft()
+        self.kinds[kind] = self.kinds.pop(kind, Times())
+        self.kinds[kind].learn(seconds, timed_out, _MOST_TIMES_OF_A_KIND)
+        self.all.learn(seconds, timed_out, _MOST_TIMES)
         if len(self.kinds) > _MOST_KINDS:
             del self.kinds[next(iter(self.kinds))]
 
@@ -116,10 +140,19 @@ class ToolTimes:
         The mean over the command's own kind, with all commands counting as much as a few of its own. Where none has
         ever run for so long it is expected to run as long again.
         """
-        every = _remaining(self.all, elapsed, most, after)
-        own = _remaining(self.kinds.get(kind_of(command), ()), elapsed, most, after)
-        usual = sum(every) / len(every) if every else min(most, elapsed + after) if self.all else most
+        every = _remaining(self.all.seconds, elapsed, most, after)
+        own = _remaining(self._of_kind(command).seconds, elapsed, most, after)
+        usual = sum(every) / len(every) if every else min(most, elapsed + after) if self.all.seconds else most
         return (sum(own) + _PRIOR_TIMES * usual) / (len(own) + _PRIOR_TIMES)
+
+    def timing_out(self, command: str, elapsed: float) -> float:
+        """The chance that a command that has run for ``elapsed`` seconds runs into its time limit: of the commands of
+        its kind that ran for longer, the share that did, with all commands counting as much as a few of its own."""
+        usual = self.all.timing_out(elapsed).estimate(prior=0.0, weight=1.0)
+        return self._of_kind(command).timing_out(elapsed).estimate(usual, _PRIOR_TIMES)
+
+    def _of_kind(self, command: str) -> Times:
+        return self.kinds.get(kind_of(command), _NO_TIMES)
 
 
 @dataclass
@@ -192,8 +225,13 @@ class ExpectedValue:
     turns: int = 0
     """How many it has learned from."""
 
-    def probability(self, draft: Draft) -> float:
-        return self.calibration.probability(draft.predictor, draft.probability)
+    def probability(self, draft: Draft, command: str, elapsed: float) -> float:
+        exact = self.calibration.probability(draft.predictor, draft.probability)
+        if not draft.if_timed_out:
+            return exact
+        # Every command has such a draft. While it is not the likely end, breadth is left to other drafts.
+        timing_out = self.tool_times.timing_out(command, elapsed)
+        return exact * timing_out if timing_out >= 0.5 else 0.0
 
     def admits(self, bet: Bet) -> bool:
         if not bet.commands:
@@ -211,9 +249,11 @@ class ExpectedValue:
 
     def learn(self, turn: Turn) -> None:
         if isinstance(turn.step, Action) and turn.executing is not None:
-            self.tool_times.learn(turn.step.command, turn.executing.seconds)
+            timed_out = turn.observation is not None and turn.observation.timed_out
+            self.tool_times.learn(turn.step.command, turn.executing.seconds, timed_out)
             for draft in turn.drafts:
-                self.calibration.learn(draft.predictor, draft.probability, draft.exact)
+                if timed_out or not draft.if_timed_out:
+                    self.calibration.learn(draft.predictor, draft.probability, draft.exact)
         seconds = sum(interval.seconds for interval in turn.generating)
         self.turns += 1
         recent = max(_RECENT, 1 / self.turns)

@@ -16,7 +16,7 @@ from obsspec.gate import Gate
 from obsspec.hub import load_tokenizer
 from obsspec.policies import Precision
 from obsspec.policies.vllm import VllmPolicy
-from obsspec.predictors import Cascade, LanguageModel, Memory, Rules
+from obsspec.predictors import Cascade, LanguageModel, Memory, Rules, TimeOuts
 from obsspec.runs import BUILTIN, Plan
 from obsspec.speculation import Speculator
 from obsspec.types import Policy, Predictor
@@ -64,7 +64,7 @@ class Models:
 
         Raises InputError where the policy's server is not fit for the plan.
         """
-        predictors: dict[str, Predictor] = {"rules": Rules(), "memory": Memory()}
+        predictors: dict[str, Predictor] = {"rules": Rules(), "memory": Memory(), "timeouts": TimeOuts()}
         if self.world_model is not None:
             from obsspec.policies.local import LocalPolicy
 

@@ -41,7 +41,7 @@ class Plan:
     model: str | None = None
     """What the policy's server calls it; None for a policy in this process, as the next one."""
     tokenizer: str | None = None
-    predictor: str = "rules,memory"
+    predictor: str = "rules,memory,timeouts"
     world_model: str = BUILTIN
     depth: int = 1
     breadth: int = 1
@@ -60,7 +60,7 @@ class Plan:
 
     def predictors(self) -> tuple[str, ...]:
         """Names of the predictors it uses, cheapest first. Raises InputError for one that is not known."""
-        known = ("rules", "memory", "language_model")
+        known = ("rules", "memory", "language_model", "timeouts")
         names = () if self.predictor == "off" else tuple(self.predictor.split(","))
         for name in names:
             if name not in known:

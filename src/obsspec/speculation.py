@@ -485,8 +485,10 @@ class Rollout:
             return
         if rendered in parent.children:
             return
-        certain = isinstance(parent.step, Malformed)
-        probability = 1.0 if certain else self._settings.gate.probability(draft)
+        probability = 1.0  # Of what is observed where nothing is executed.
+        if isinstance(parent.step, Action):
+            elapsed = self._elapsed() if parent is self._committed else 0.0
+            probability = self._settings.gate.probability(draft, parent.step.command, elapsed)
         child = Branch(self._extend(parent, rendered), parent.turn + 1, _history(parent, draft.text), probability)
         possible = len(parent.children) < self._settings.breadth and self._token_budget(child.context) >= 1
         admitted = possible and self._settings.gate.admits(self._bet(parent, child))
@@ -500,14 +502,17 @@ class Rollout:
             parent.held[rendered] = draft
 
     def _bet(self, parent: Branch, child: Branch) -> Bet:
-        since = self._executing_since
         return Bet(
             probability=parent.probability * child.draft,
             commands=tuple(exchange.command for exchange in child.history[len(self._committed.history) :]),
-            elapsed=0.0 if since is None else anyio.current_time() - since,
+            elapsed=self._elapsed(),
             running=self._seats.running,
             seats=self._seats.count,
         )
+
+    def _elapsed(self) -> float:
+        """Seconds that the committed branch's action has been executing."""
+        return 0.0 if self._executing_since is None else anyio.current_time() - self._executing_since
 
     def _record(self, parent: Branch, rendered: Tokens, draft: Draft, admitted: bool) -> None:
         """A draft that is proposed again keeps the moment when it first came."""
@@ -516,7 +521,9 @@ class Rollout:
             seconds = before.seconds
         else:
             seconds = 0.0 if parent.asked_at is None else anyio.current_time() - parent.asked_at
-        parent.drafts[rendered] = DraftRecord(draft.predictor, draft.probability, seconds, admitted, False)
+        parent.drafts[rendered] = DraftRecord(
+            draft.predictor, draft.probability, seconds, admitted, exact=False, if_timed_out=draft.if_timed_out
+        )
 
     # What a branch stands on.
 

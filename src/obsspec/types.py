@@ -208,7 +208,9 @@ class Draft:
     probability: float
     """The predictor's own estimate, 0 to 1, that ``text`` is exactly what will be observed."""
     predictor: str = ""
-    """Which predictor made it: ``rules``, ``memory``, ``language_model``."""
+    """Which predictor made it: ``rules``, ``memory``, ``language_model``, ``timeouts``."""
+    if_timed_out: bool = False
+    """Whether ``probability`` holds only if the command runs into its time limit, which no other draft foresees."""
 
 
 class Predictor(Protocol):
@@ -280,6 +282,8 @@ class DraftRecord:
     admitted: bool
     """Whether the gate let it have a branch."""
     exact: bool
+    if_timed_out: bool = False
+    """As in the draft."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ def advice(savings: Savings) -> Iterator[str]:
     depth = best.rpartition(" ")[2]
     if savings.saved("obsspec, depth 2") - savings.saved("obsspec, depth 1") < 0.005:
         depth = "1"
-    yield f"Set --predictor rules,memory --depth {depth}."
+    yield f"Set --predictor rules,memory,timeouts --depth {depth}."
     losses = savings.losses
     missed = losses.nothing_drafted + losses.wrong
     if missed > losses.hidden:

@@ -6,6 +6,7 @@ from obsspec.predictors.language_model import LanguageModel, Limits, Prompts
 from obsspec.predictors.memory import Memory
 from obsspec.predictors.oracle import Oracle, recorded
 from obsspec.predictors.rules import Rules
+from obsspec.predictors.timeouts import TimeOuts
 
 __all__ = [
     "SANDBOX",
@@ -17,5 +18,6 @@ __all__ = [
     "Oracle",
     "Prompts",
     "Rules",
+    "TimeOuts",
     "recorded",
 ]
