@@ -264,6 +264,8 @@ def complaint(finished: subprocess.CompletedProcess[str]) -> str:
         (["--policy", "./missing", "--model", "x"], "--policy ./missing: is no URL of a server, and --model"),
         (["--gate", "{dir}/file"], "{dir}/file: the file: Invalid JSON"),
         (["--gate", "{dir}/none/gate"], "{dir}/none/gate: No such file or directory"),
+        (["--transitions", "{dir}/file"], "{dir}/file: file is not a database; choose another file"),
+        (["--transitions", "/dev/null/file"], "/dev/null/file: File exists; choose a place that can be written"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(policy: Path, tmp_path: Path, options: Sequence[str], message: str) -> None:

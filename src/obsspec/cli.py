@@ -132,6 +132,13 @@ def rollout(
         Path | None,
         typer.Option(help="JSON file to keep what is learned of tools and drafts, for later runs to begin with."),
     ] = None,
+    transitions: Annotated[
+        Path | None,
+        typer.Option(
+            help="SQLite file to which every executed command and its observation are added as they happen, for world "
+            "models to learn from; several runs may share it."
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run in --output.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -163,7 +170,7 @@ def rollout(
         latency=latency,
     )
     with _interruptible(f"the rollouts that had ended are in {directory}; the same command with --resume goes on"):
-        broken = run(plan, directory, resume, concurrency, seats, gate, notes)
+        broken = run(plan, directory, resume, concurrency, seats, gate, notes, transitions)
     summary = summarize(read_trajectories(directory))
     if as_json:
         _print_json(asdict(summary) | {"broken": len(broken), "latency": latency})

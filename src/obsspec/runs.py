@@ -22,6 +22,7 @@ from obsspec.reports.tables import counting
 from obsspec.rollout import Failure, rollouts
 from obsspec.speculation import Settings
 from obsspec.tasks import parse_tasks
+from obsspec.training.transitions import Transitions, recorded
 from obsspec.types import OpenEnvironment, Sampling, Task, Trajectory
 
 BUILTIN = "builtin"
@@ -118,20 +119,26 @@ def run(
     seats: int | None,
     gate_file: Path | None,
     notes: Console,
+    transitions: Path | None = None,
 ) -> list[Failure]:
     """Carries out what of ``plan`` is not in the directory ``output`` yet. Returns the rollouts that broke.
 
     ``seats``: how many requests the policy runs at once; if not given, one in this process, and on a server as many as
-    it takes. ``gate_file``: where what the gate learns is kept. Raises InputError, before anything is loaded, where the
-    plan cannot be carried out or ``output`` not be written.
+    it takes. ``gate_file``: where what the gate learns is kept. ``transitions``: the store to which every executed
+    command is added. Raises InputError, before anything is loaded, where the plan cannot be carried out or one of these
+    places not be written.
     """
     plan.predictors()
-    jobs, environment = plan.jobs(), plan.environment()
+    jobs, tools = plan.jobs(), plan.environment()
     instructions = {task.id: task.instruction for task, _ in jobs}
     with notes.status("asking for the policy"):
         plan, url = find_policy(plan)
     policy_seats = Seats(seats or (1 if url is None else math.inf))
-    with open_run(output, asdict(plan), resume) as directory, _kept(gate_file) as gate:
+    with (
+        open_run(output, asdict(plan), resume) as directory,
+        _kept(gate_file) as gate,
+        _recording(tools, transitions) as environment,
+    ):
         pending = [(task, seed) for task, seed in jobs if (task.id, seed) not in directory.done]
         with notes.status("loading the models"):
             from obsspec.loading import Models  # Imports for seconds; what is wrong with the plan has been said by now.
@@ -166,3 +173,13 @@ def _kept(file: Path | None) -> Iterator[ExpectedValue]:
         yield gate
     finally:
         gate.save(file)
+
+
+@contextmanager
+def _recording(environment: OpenEnvironment, file: Path | None) -> Iterator[OpenEnvironment]:
+    """The environment, with each command that it executes added to the store in ``file``, if there is one."""
+    if file is None:
+        yield environment
+        return
+    with Transitions.open(file) as transitions:
+        yield recorded(environment, transitions)

@@ -1,0 +1,541 @@
+"""What world models learn from, kept while rollouts run: a store of transitions that outlives crashes.
+
+It is one SQLite file. Any number of processes add to it and read it at the same time, and what `Transitions.add` has
+returned for is on the disk. A history is not stored with each transition: it is the earlier steps of the same rollout,
+so a rollout is dropped whole or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from threading import Lock
+from typing import IO, Annotated, Any, Literal
+from uuid import uuid4
+
+import anyio
+import anyio.to_thread
+from pydantic import Field, TypeAdapter, ValidationError
+
+from obsspec.errors import InputError, writing, wrong_field
+from obsspec.lines import LineFile
+from obsspec.types import Environment, Exchange, Observation, OpenEnvironment, Query, Task
+
+_APPLICATION, _VERSION = 0x0B5_7A45, 1
+"""What the file's header says that it is (SQLite's ``application_id`` and ``user_version``)."""
+
+_PATIENCE = 60.0
+"""Seconds to wait for another process that is writing."""
+
+_BATCH = 100
+"""Transitions that are read at once. Between batches nothing is held, so a slow reader is in nobody's way."""
+
+_LAST = 2**63 - 1
+
+_SCHEMA = """
+CREATE TABLE rollouts (
+    id INTEGER PRIMARY KEY,
+    key TEXT NOT NULL UNIQUE,
+    task TEXT NOT NULL,
+    instruction TEXT NOT NULL,
+    latest REAL NOT NULL
+);
+CREATE INDEX rollouts_by_age ON rollouts (latest);
+-- AUTOINCREMENT: an id is never used again, also where the latest rollout was dropped, for readers go on from one.
+CREATE TABLE steps (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    rollout INTEGER NOT NULL REFERENCES rollouts (id) ON DELETE CASCADE,
+    place INTEGER NOT NULL,
+    command TEXT NOT NULL,
+    observation TEXT NOT NULL,
+    seconds REAL NOT NULL,
+    exit_code INTEGER,
+    timed_out INTEGER NOT NULL,
+    created REAL NOT NULL,
+    digest BLOB NOT NULL, -- of the task and all exchanges up to this one: equal transitions have equal ones
+    UNIQUE (rollout, place)
+);
+CREATE INDEX steps_by_digest ON steps (digest);
+-- Counting the rows takes time in proportion to them; this does not.
+CREATE TABLE size (steps INTEGER NOT NULL);
+INSERT INTO size VALUES (0);
+CREATE TRIGGER added AFTER INSERT ON steps BEGIN UPDATE size SET steps = steps + 1; END;
+CREATE TRIGGER dropped AFTER DELETE ON steps BEGIN UPDATE size SET steps = steps - 1; END;
+"""
+
+_SELECT = """
+SELECT steps.id, digest, key, place, task, instruction, command, observation, seconds, exit_code, timed_out, created
+FROM steps JOIN rollouts ON rollouts.id = steps.rollout
+"""
+_LATEST_OF_EQUALS = """
+AND NOT EXISTS (
+    SELECT 1 FROM steps AS later WHERE later.digest = steps.digest AND later.id > steps.id AND later.id <= ?
+)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One executed command, with all that came before it and what was observed."""
+
+    id: int
+    """Higher than those of all transitions that were added before."""
+    rollout: str
+    """The same for every transition of a rollout, and for no other's."""
+    query: Query
+    """Task, history and command: what a predictor would have been asked."""
+    observation: Observation
+    created: float
+    """When it was added, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A transition as it is stored and exported: its history is the lines of the same rollout with lower places."""
+
+    rollout: str
+    place: Annotated[int, Field(ge=0, lt=2**63)]
+    task: str
+    instruction: str
+    command: str
+    observation: str
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    exit_code: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None
+    timed_out: bool
+    created: Annotated[float, Field(allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    id: int
+    digest: bytes
+    line: _Line
+
+
+class Transitions:
+    """The store in one file. `Transitions.open` opens it. Safe to share between threads.
+
+    Every method raises InputError where the file cannot be read or written, or the disk is full; what was added before
+    stays.
+    """
+
+    def __init__(self, path: Path, database: sqlite3.Connection, max_age_seconds: float, max_count: int) -> None:
+        self._path = path
+        self._database = database
+        self._max_age_seconds = max_age_seconds
+        self._max_count = max_count
+        self._lock = Lock()
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path, max_age_seconds: float = math.inf, max_count: int = 1_000_000) -> Iterator[Transitions]:
+        """The store in the file ``path``, which is created where there is none. It needs a local disk.
+
+        Whenever this process adds something, it drops the rollouts to which nothing was added for ``max_age_seconds``,
+        and then those that have waited longest, until there are ``max_count`` transitions or fewer. The rollout that
+        was just added to stays, however long. Raises InputError where the file cannot be written or is of anything
+        else, which it leaves as it was.
+        """
+        if not max_age_seconds > 0 or max_count < 1:
+            raise InputError(
+                f"transitions: max_age_seconds ({max_age_seconds}) must be above 0, max_count ({max_count}) at least 1"
+            )
+        with writing(path, "place"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with _explained(path):  # Absolute, for SQLite takes some names, such as ``:memory:``, for something else.
+            database = sqlite3.connect(path.absolute(), _PATIENCE, isolation_level=None, check_same_thread=False)
+        with closing(database):
+            with _explained(path):
+                _prepare(database, path)
+            yield cls(path, database, max_age_seconds, max_count)
+
+    def __len__(self) -> int:
+        with self._transaction("DEFERRED"):
+            return self._count()
+
+    def add(self, rollout: str, query: Query, observation: Observation) -> int | None:
+        """Adds the next transition of a rollout and returns its id, once it would outlive a loss of power.
+
+        ``rollout``: any text that no other rollout has; `recorded` takes a random one. Returns None where the bounds
+        have dropped the beginning of the rollout, for then there is nothing to add it to. Raises ValueError where
+        ``query`` does not continue what was added of the rollout before, and for what cannot be stored: text that is
+        no Unicode, seconds that are negative or not finite.
+        """
+        if not 0 <= observation.seconds < math.inf:
+            raise ValueError(f"seconds must be 0 or more, and finite, not {observation.seconds!r}")
+        before = reduce(_then, query.history, _digest(b"", query.task))
+        line = _line(rollout, query, observation, time.time())
+        with self._transaction("IMMEDIATE"):
+            if line.place:
+                previous = self._find(rollout, line.place - 1)
+                if previous is None and self._find(rollout, 0) is None:
+                    return None
+                if previous is None or previous.digest != before:
+                    raise ValueError(f"rollout {rollout}: its history is not what was added of it before")
+            if self._find(rollout, line.place) is not None:
+                raise ValueError(f"rollout {rollout}: its transition {line.place} was added before")
+            number = self._insert(line, before)
+            self._drop(kept=rollout)
+        return number
+
+    def after(self, id: int = 0) -> Iterator[Transition]:
+        """Every transition that was added after the one with this id, in the order of their ids.
+
+        It ends with the latest. To follow other processes call it again with the last id that it gave: none is missed
+        but what the bounds have dropped by then.
+        """
+        return self._read(id, _LAST, "")
+
+    def for_training(self) -> Iterator[Transition]:
+        """The transitions there are now, the latest alone where task, history, command and observed text are equal."""
+        with self._transaction("DEFERRED"):
+            until = self._database.execute("SELECT coalesce(max(id), 0) FROM steps").fetchone()[0]
+        return self._read(0, until, _LATEST_OF_EQUALS)
+
+    def export_to(self, file: Path) -> int:
+        """Writes every transition to a ``.jsonl`` or ``.parquet`` file, and returns how many.
+
+        A transition's history is those of the same ``rollout`` with lower ``place``, which come before it. The file is
+        replaced once it is whole.
+        """
+        write = {".jsonl": _write_jsonl, ".parquet": _write_parquet}[_kind(file)]
+        lines = (_line(each.rollout, each.query, each.observation, each.created) for each in self.after())
+        with (
+            writing(file, "place"),
+            NamedTemporaryFile("wb", dir=file.parent, prefix=file.name, delete=False) as stream,
+        ):
+            try:
+                count = write(lines, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+                Path(stream.name).replace(file)
+            except BaseException:
+                Path(stream.name).unlink()
+                raise
+        return count
+
+    def import_from(self, file: Path) -> int:
+        """Adds what `export_to` wrote, all of it or nothing, and returns how many were not there yet.
+
+        They keep the time at which they were first added, so the bounds may drop them at once. Raises InputError that
+        names the line and what is wrong with it: a field, a step before it that is missing, or a transition here that
+        has its rollout and place and differs.
+        """
+        lines, unit = (_read_jsonl(file), "line") if _kind(file) == ".jsonl" else (_read_parquet(file), "row")
+        added = 0
+        with self._transaction("IMMEDIATE"):
+            for number, line in enumerate(lines, start=1):
+                found = self._find(line.rollout, line.place)
+                if found is None:
+                    previous = self._find(line.rollout, line.place - 1) if line.place else None
+                    if line.place and (previous is None or not _same_rollout(previous.line, line)):
+                        raise InputError(
+                            f"{file}, {unit} {number}: place: the step of its rollout before {line.place} is missing; "
+                            "give the whole of what was exported"
+                        )
+                    self._insert(line, previous.digest if previous else _digest(b"", line.task))
+                    added += 1
+                elif found.line != line:
+                    field = next(name for name, value in asdict(line).items() if getattr(found.line, name) != value)
+                    raise InputError(
+                        f"{file}, {unit} {number}: {field}: not what {self._path} has for place {line.place} of that "
+                        "rollout; remove that rollout from the file"
+                    )
+            self._drop(kept=None)
+        return added
+
+    def _count(self) -> int:
+        return int(self._database.execute("SELECT steps FROM size").fetchone()[0])
+
+    def _find(self, rollout: str, place: int) -> _Stored | None:
+        row = self._database.execute(f"{_SELECT} WHERE key = ? AND place = ?", (rollout, place)).fetchone()
+        return None if row is None else _stored(row)
+
+    def _insert(self, line: _Line, before: bytes) -> int:
+        """``before``: the digest of what came before it in its rollout."""
+        digest = _then(before, Exchange(line.command, line.observation))
+        self._database.execute(
+            "INSERT INTO rollouts (key, task, instruction, latest) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (key) DO UPDATE SET latest = max(latest, excluded.latest)",
+            (line.rollout, line.task, line.instruction, line.created),
+        )
+        cursor = self._database.execute(
+            "INSERT INTO steps (rollout, place, command, observation, seconds, exit_code, timed_out, created, digest) "
+            "SELECT id, ?, ?, ?, ?, ?, ?, ?, ? FROM rollouts WHERE key = ?",
+            (
+                *(line.place, line.command, line.observation, line.seconds),
+                *(line.exit_code, line.timed_out, line.created, digest),
+                line.rollout,
+            ),
+        )
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
+
+    def _drop(self, kept: str | None) -> None:
+        """The oldest rollouts but ``kept``, as far as the bounds ask for it."""
+        oldest = time.time() - self._max_age_seconds
+        self._database.execute("DELETE FROM rollouts WHERE latest < ? AND key IS NOT ?", (oldest, kept))
+        dropped = 1
+        while dropped and self._count() > self._max_count:
+            dropped = self._database.execute(
+                "DELETE FROM rollouts WHERE id = "
+                "(SELECT id FROM rollouts WHERE key IS NOT ? ORDER BY latest, id LIMIT 1)",
+                (kept,),
+            ).rowcount
+
+    def _read(self, after: int, until: int, condition: str) -> Iterator[Transition]:
+        query = f"{_SELECT} WHERE steps.id > ? AND steps.id <= ? {condition} ORDER BY steps.id LIMIT {_BATCH}"
+        while True:
+            arguments = (after, until, until) if condition else (after, until)
+            with self._transaction("DEFERRED"):  # One view of the file, so that histories are whole.
+                rows = self._database.execute(query, arguments).fetchall()
+                batch = [self._transition(_stored(row)) for row in rows]
+            if not batch:
+                return
+            yield from batch
+            after = batch[-1].id
+
+    def _transition(self, stored: _Stored) -> Transition:
+        line = stored.line
+        history = self._database.execute(
+            "SELECT command, observation FROM steps JOIN rollouts ON rollouts.id = steps.rollout "
+            "WHERE key = ? AND place < ? ORDER BY place",
+            (line.rollout, line.place),
+        )
+        exchanges = tuple(Exchange(command, observation) for command, observation in history)
+        query = Query(line.task, line.instruction, exchanges, line.command)
+        observation = Observation(line.observation, line.seconds, line.exit_code, line.timed_out)
+        return Transition(stored.id, line.rollout, query, observation, line.created)
+
+    @contextmanager
+    def _transaction(self, kind: Literal["IMMEDIATE", "DEFERRED"]) -> Iterator[None]:
+        """To write, or to read from one view of the file. It is undone where the block raises."""
+        with self._lock, _explained(self._path):
+            self._database.execute(f"BEGIN {kind}")
+            try:
+                yield
+                self._database.execute("COMMIT")
+            except BaseException:
+                if self._database.in_transaction:  # SQLite itself may have undone it, as where the disk is full.
+                    self._database.execute("ROLLBACK")
+                raise
+
+
+def recorded(open_environment: OpenEnvironment, transitions: Transitions) -> OpenEnvironment:
+    """The same environment; each command is in ``transitions`` before the policy reads what was observed.
+
+    An environment executes what is committed and nothing else, so this is what the rollouts really did, in any loop and
+    with speculation or without. Where the store cannot be written, `execute` raises InputError, and the rollout ends.
+    """
+    # One writer at a time: others in this process would wait for the file's lock, each in a thread.
+    writer = anyio.CapacityLimiter(1)
+
+    @asynccontextmanager
+    async def open_recorded(task: Task) -> AsyncIterator[Environment]:
+        async with open_environment(task) as environment:
+            yield _Recorded(environment, transitions, task, writer)
+
+    return open_recorded
+
+
+class _Recorded:
+    def __init__(
+        self, environment: Environment, transitions: Transitions, task: Task, writer: anyio.CapacityLimiter
+    ) -> None:
+        self._environment = environment
+        self._transitions = transitions
+        self._task = task
+        self._writer = writer
+        self._rollout = uuid4().hex
+        self._history: tuple[Exchange, ...] = ()
+
+    async def execute(self, command: str) -> Observation:
+        observation = await self._environment.execute(command)
+        query = Query(self._task.id, self._task.instruction, self._history, command)
+        # In a thread, because it waits for the disk and the other rollouts go on meanwhile.
+        await anyio.to_thread.run_sync(self._transitions.add, self._rollout, query, observation, limiter=self._writer)
+        self._history += (Exchange(command, observation.text),)
+        return observation
+
+    async def score(self) -> float:
+        return await self._environment.score()
+
+
+# Digests: of a task, and then of one exchange after another.
+
+
+def _digest(before: bytes, *texts: str) -> bytes:
+    hashed = blake2b(before, digest_size=16)
+    for text in texts:
+        encoded = text.encode()
+        hashed.update(len(encoded).to_bytes(8, "big"))
+        hashed.update(encoded)
+    return hashed.digest()
+
+
+def _then(before: bytes, exchange: Exchange) -> bytes:
+    return _digest(before, exchange.command, exchange.observation)
+
+
+# Lines.
+
+
+def _line(rollout: str, query: Query, observation: Observation, created: float) -> _Line:
+    return _Line(
+        rollout=rollout,
+        place=len(query.history),
+        task=query.task,
+        instruction=query.instruction,
+        command=query.command,
+        observation=observation.text,
+        seconds=observation.seconds,
+        exit_code=observation.exit_code,
+        timed_out=observation.timed_out,
+        created=created,
+    )
+
+
+def _stored(row: tuple[Any, ...]) -> _Stored:
+    number, digest, *values = row
+    line = _Line(*values)
+    return _Stored(number, digest, replace(line, timed_out=bool(line.timed_out)))
+
+
+def _same_rollout(first: _Line, second: _Line) -> bool:
+    return (first.task, first.instruction) == (second.task, second.instruction)
+
+
+# Files.
+
+_ADAPTER = TypeAdapter(_Line)
+
+
+def _kind(file: Path) -> Literal[".jsonl", ".parquet"]:
+    if file.suffix == ".jsonl":
+        return ".jsonl"
+    if file.suffix == ".parquet":
+        return ".parquet"
+    raise InputError(f"{file}: neither .jsonl nor .parquet; give a file with one of these endings")
+
+
+def _write_jsonl(lines: Iterable[_Line], stream: IO[bytes]) -> int:
+    count = 0
+    for line in lines:
+        stream.write(_ADAPTER.dump_json(line) + b"\n")
+        count += 1
+    return count
+
+
+def _read_jsonl(file: Path) -> list[_Line]:
+    return LineFile(file, _ADAPTER, "rollout", "`Transitions.export_to`", "with the same call").read()
+
+
+def _write_parquet(lines: Iterator[_Line], stream: IO[bytes]) -> int:
+    pyarrow = _parquet(stream.name)
+    text, number = pyarrow.string(), pyarrow.float64()
+    types = (text, pyarrow.int64(), *(text,) * 4, number, pyarrow.int64(), pyarrow.bool_(), number)
+    schema = pyarrow.schema(list(zip(_Line.__slots__, types, strict=True)))
+    count = 0
+    with pyarrow.parquet.ParquetWriter(stream, schema) as writer:
+        while group := [asdict(line) for line in islice(lines, 10_000)]:
+            writer.write_table(pyarrow.Table.from_pylist(group, schema))
+            count += len(group)
+    return count
+
+
+def _read_parquet(file: Path) -> list[_Line]:
+    pyarrow = _parquet(file)
+    try:
+        with file.open("rb") as stream:
+            rows = pyarrow.parquet.read_table(stream).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or "not a Parquet file"
+        raise InputError(f"{file}: {reason}; give what `Transitions.export_to` wrote") from None
+    lines = []
+    for place, row in enumerate(rows, start=1):
+        try:
+            lines.append(_ADAPTER.validate_python(row))
+        except ValidationError as error:
+            raise InputError(
+                f"{file}, row {place}: {wrong_field(error, 'the row')}; not what `Transitions.export_to` wrote"
+            ) from None
+    return lines
+
+
+def _parquet(file: object) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(f"{file}: Parquet needs pyarrow: pip install pyarrow, or choose .jsonl") from None
+    return pyarrow
+
+
+# The database.
+
+
+def _prepare(database: sqlite3.Connection, path: Path) -> None:
+    """Makes it ours where it is empty, and refuses it where it is anything else's."""
+    database.execute("PRAGMA foreign_keys = ON")
+    # FULL: a commit is synced. With NORMAL it would outlive a kill, but not a loss of power.
+    database.execute("PRAGMA synchronous = FULL")
+    if _header(database) == (0, 0):
+        database.execute("BEGIN IMMEDIATE")  # Another process may be making it.
+        if database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+            for statement in _statements():
+                database.execute(statement)
+            database.execute(f"PRAGMA application_id = {_APPLICATION}")
+            database.execute(f"PRAGMA user_version = {_VERSION}")
+        database.execute("COMMIT")
+    if _header(database) != (_APPLICATION, _VERSION):
+        raise InputError(f"{path}: a database of something else, or of another version; choose another file")
+    if database.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
+        raise InputError(f"{path}: its file system cannot be shared between processes; choose a file on a local disk")
+
+
+def _header(database: sqlite3.Connection) -> tuple[int, int]:
+    application, version = (
+        database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+    )
+    return application, version
+
+
+def _statements() -> Iterator[str]:
+    """Of the schema. (``executescript`` would commit before the first.)"""
+    statement = ""
+    for line in _SCHEMA.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+
+
+_REMEDIES = {
+    sqlite3.SQLITE_NOTADB: "choose another file",
+    sqlite3.SQLITE_CORRUPT: "choose another file",
+    sqlite3.SQLITE_BUSY: f"another process has been writing it for {_PATIENCE:.0f} s: wait for it",
+    sqlite3.SQLITE_FULL: "what was added before is kept: make room",
+    sqlite3.SQLITE_IOERR: "what was added before is kept: make room, or choose a file on another disk",
+}
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raises InputError for what SQLite raises."""
+    try:
+        yield
+    except (sqlite3.ProgrammingError, sqlite3.IntegrityError):  # Mistakes of a program, not of the user.
+        raise
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # The rest of it says where in SQLite it was.
+        raise InputError(f"{path}: {error}; {_REMEDIES.get(code, 'choose a file that can be written')}") from None
