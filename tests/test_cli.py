@@ -163,9 +163,9 @@ def test_it_can_be_stopped_while_it_loads(tmp_path: Path, number: signal.Signals
         time.sleep(moment)  # Into the imports, and into what they load.
         child.send_signal(number)
         with suppress(subprocess.TimeoutExpired):
-            child.wait(10)
+            child.wait(30)
         child.send_signal(number)  # As one does where it was swallowed: what is imported there may do so.
-        _, stderr = child.communicate(timeout=20)
+        _, stderr = child.communicate(timeout=60)
     assert child.returncode == code, stderr
     (line,) = stderr.splitlines()
     assert line.startswith("obsspec: interrupted")
@@ -250,7 +250,7 @@ def complaint(finished: subprocess.CompletedProcess[str]) -> str:
         (["--temperature", "-0.5"], "--temperature"),
         (["--temperature", "nan"], "temperature"),
         (["--precision", "int3"], "--precision"),
-        (["--predictor", "oracle"], "--predictor oracle: not one of rules, memory, language_model, off"),
+        (["--predictor", "oracle"], "--predictor oracle: not one of rules, memory, language_model, timeouts, off"),
         (["--latency", "-3"], "--latency -3"),
         (["--output", "/dev/null/run"], "--output /dev/null/run: Not a directory"),
         (["--output", "{dir}/file"], "--output {dir}/file: File exists"),

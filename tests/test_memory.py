@@ -73,9 +73,34 @@ def test_other_tasks_help_where_nothing_closer_is_known() -> None:
     memory = Memory()
     for number in range(5):
         learn(memory, "Python 3.11.7", query("python --version", task=f"task {number}"))
-    (recall,) = memory.recall(query("python --version", ("ls", "x"), task="new task"))
+    recall, *_ = memory.recall(query("python --version", ("ls", "x"), task="new task"))
     assert (recall.text, recall.level) == ("Python 3.11.7", "command")
     assert recall.probability > 0.7
+
+
+def test_variants_of_a_command_fail_alike() -> None:
+    """An agent that is stuck tries variants; what it does once it is not is another matter."""
+    memory = Memory()
+    failure = "tail: invalid option -- 'r'"
+    for task in range(6):
+        history: list[tuple[str, str]] = []
+        for number in range(4):
+            command = f"tail -r file{task}.txt | head -n {number}"
+            learn(memory, failure, query(command, *history, task=str(task)))
+            history.append((command, failure))
+        learn(memory, f"size {task}", query(f"wc file{task}.txt", *history, task=str(task)))
+    before = [("tail -r new.txt | head -n 1", failure)] * 3
+    variant, *_ = memory.recall(query("tail -r new.txt | head -n 2", *before, task="new"))
+    assert (variant.text, variant.level) == (failure, "similar")
+    assert variant.probability > 0.7
+    assert all(recall.probability < 0.5 for recall in memory.recall(query("wc new.txt", *before, task="new")))
+
+
+def test_the_most_similar_command_decides() -> None:
+    history = [("grep -n a f.txt", "1:a"), ("cat g | wc -l", "7"), ("ls", "f.txt")]
+    (recall,) = Memory().recall(query("cat g.txt | wc -l", *history))
+    assert (recall.text, recall.level) == ("7", "similar")
+    assert recall.probability < 0.5, "nothing is known yet of how much similarity tells"
 
 
 def test_several_observations_of_one_key_are_several_drafts() -> None:

@@ -76,6 +76,39 @@ KNOWN = {
         "no-such-program",
     ],
     "another program between": ["echo a > f", "cat f", "sh -c true", "cat f"],
+    "a file that was shown": [
+        "seq 15 | sed '5d;$s/$/\\n\\n/' > f",
+        "cat f",
+        "nl -ba f | sed -n '3,20p'",
+        "head f",
+        "cat -n f | head -3",
+        "sed -n '9,$p' f",
+        "seq 3 > f",
+        "cat f",
+        "sed -n 2p f",
+    ],
+    "parts of a file that were shown": [
+        "printf '%s\\n' a '' b '' > f",
+        "sed -n '1,2p' f",
+        "nl -ba f | sed -n '1,2p'",
+        "nl -ba f | sed -n '1,3p'",
+        "nl -ba f | sed -n '2,9p'",
+        "sed -n '3,9p' f",
+        "nl -ba f",
+        "sed -i 2d f",
+        "sed -n 2p f",
+        "cd /; sed -n 2p f",
+    ],
+    "restored from git": [
+        "git init -q .; git config user.email user@example.com; git config user.name x",
+        "echo a > f.txt; echo a > g.txt; git add . ; git commit -qm a",
+        "echo b > f.txt; echo b > g.txt",
+        "git checkout f.txt",
+        "echo b > f.txt; git checkout -- f.txt",
+        "echo b > f.txt; git checkout f.txt g.txt",
+        "git checkout -q -b branch/name",
+    ],
+    "removed for certain": ["rm -f f", "rm -rf f g", "rm -f f"],
 }
 
 
@@ -215,6 +248,87 @@ def test_guesses_do_not_depend_on_what_was_asked_before(tmp_path: Path) -> None:
         guess = Rules().guess(Query("task", "", tuple(exchanges[:number]), exchange.command))
         apart.append(guess.text if guess else None)
     assert apart == guesses(exchanges)
+
+
+def test_lines_that_were_shown_are_known_until_something_may_have_changed_them(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("one\ntwo\nthree\nfour\nfive\n")
+    shown = [
+        "nl -ba f | sed -n '1,3p'",
+        "sed -n '2,4p' f",
+        "nl -ba f | sed -n '2,4p'",
+        "head -n 2 f",
+        "sed -n '3,5p' f",
+    ]
+    exchanges = observe(tmp_path, shown)
+    assert guesses(exchanges) == [None, None, exchanges[2].observation, "one\ntwo", None]
+
+    def guessed(between: str) -> str | None:
+        guess = Rules().guess(Query("task", "", (*exchanges, Exchange(between, "(no output)")), "sed -n 2p f"))
+        return guess.text if guess else None
+
+    assert [guessed(command) for command in ("ls", "python3 other.py", "mkdir d")] == ["two"] * 3
+    for change in ("sed -i 2d f", "python3 edit.py f", "seq 9 > f", "git stash", "for f in *; do rm $f; done"):
+        assert guessed(change) is None, change
+
+
+EDIT = """cat > edit.py <<'EOF'
+import sys
+lines = open('f').readlines()
+if not lines:
+    print('Nothing to edit')
+    sys.exit(1)
+if len(lines) < 9:
+    with open('f', 'w') as file:
+        file.writelines(lines[1:])
+    print('Edited.')
+else:
+    print('Too long')
+EOF"""
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        ("python3 edit.py", "Edited."),
+        ("python3 - <<'EOF'\nopen('f', 'a').write('x')\nEOF", "(no output)"),
+        ("python3 -c \"open('f', 'a').write('x')\"", "(no output)"),
+        ("python3 -c \"print(open('f').read())\"", None),
+        ("python3 -c \"open('f', 'a').write('x'); print(1 + 1)\"", None),
+        ("python3 -c \"import this; open('f', 'a').write('x')\"", None),
+        ("python3 -c \"for _ in range(2): open('f', 'a').write('x'); print('x')\"", None),
+        ("python3 -c 'not python'", None),
+    ],
+)
+def test_a_script_that_edits_a_file_says_that_it_succeeded(tmp_path: Path, run: str, expected: str | None) -> None:
+    exchanges = observe(tmp_path, ["seq 3 > f", EDIT, run])
+    assert guesses(exchanges)[2] == expected
+    assert expected in (None, exchanges[2].observation)
+
+
+@pytest.mark.parametrize(
+    ("command", "observation", "same", "other"),
+    [
+        ("rg a", "bash: line 1: rg: command not found\n[exit code 127]", "rg -n b c", "rg b | head"),
+        (
+            "python3 -m pytest a",
+            "/usr/bin/python3: No module named pytest\n[exit code 1]",
+            "python3 -m pytest -x b",
+            "python3 -m unittest b",
+        ),
+        ("python3 a.py", "a.py: No module named x\n[exit code 1]", "", "python3 b.py"),
+    ],
+)
+def test_a_program_that_was_missing_is_missing(command: str, observation: str, same: str, other: str) -> None:
+    def guessed(*commands: str) -> str | None:
+        history = (Exchange(command, observation), *(Exchange(each, "(no output)") for each in commands[:-1]))
+        guess = Rules().guess(Query("task", "", history, commands[-1]))
+        return guess.text if guess else None
+
+    if same:
+        assert guessed(same) == guessed("ls", same) == observation
+        assert guessed(same + " > log 2>&1") != observation
+        assert guessed("pip install it", same) is None
+    assert guessed(other) is None
 
 
 @pytest.mark.parametrize(

@@ -10,25 +10,30 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import pairwise, takewhile
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 from obsspec.errors import InputError
 from obsspec.rates import Rate
-from obsspec.shell import effect
+from obsspec.shell import effect, parse
 from obsspec.types import Draft, Exchange, Observation, Query
 
-LEVELS = ("history", "state", "recent", "task", "neighbour", "command")
-"""From specific to general. The key of each holds the command, and:
+LEVELS = ("history", "state", "recent", "task", "neighbour", "command", "similar")
+"""From specific to general. The key of each but the last holds the command, and:
 
 history: the task and every exchange so far. state: the task and the commands so far that may have changed something.
 recent: the task and the command before. task: the task. neighbour: the exchange before. command: nothing else.
+
+similar: what the most similar command of the same rollout printed, for agents try a command in many variants that
+fail, or succeed silently, all alike. Its key holds that text and how similar the command is.
 """
 
 _FORMAT = {"format": "obsspec memory", "version": 1}
@@ -36,7 +41,13 @@ _ALL_KINDS = "all"
 _PRIOR = 0.5
 _RATE_WEIGHT = 4.0
 _ENTRY_WEIGHT = 2.0
+_ANALOGUE_PRIOR = 0.25
+_ANALOGUE_WEIGHT = 5.0
 _TEXTS_PER_ENTRY = 4
+_EXCHANGES_COMPARED = 20
+"""The latest ones, among which the most similar is found."""
+_CHARACTERS_COMPARED = 300
+"""Of each command, the first ones."""
 
 
 @dataclass(slots=True)
@@ -60,6 +71,25 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class _Lookup:
+    """Where to look on one level."""
+
+    level: str
+    key: bytes
+    analogue: _Analogue | None = None
+    """On the level ``similar``; its entry holds a rate, and no texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Analogue:
+    """What the rollout's most similar command printed."""
+
+    text: str
+    kind: str
+    """How similar the two are, how many commands before that one printed the same, and whether the programs are."""
+
+
+@dataclass(frozen=True, slots=True)
 class Recall:
     """One remembered observation."""
 
@@ -71,9 +101,9 @@ class Recall:
 class Memory:
     """A ``types.Predictor`` over what it was told to ``learn``.
 
-    It holds at most ``capacity`` entries (up to six for an observation), dropping the least recently used, and proposes
-    at most ``breadth`` drafts, each at least as probable as ``floor``. Equal texts are stored once, however many
-    entries hold them. Not safe for use from several threads.
+    It holds at most ``capacity`` entries (up to seven for an observation), dropping the least recently used, and
+    proposes at most ``breadth`` drafts, each at least as probable as ``floor``. Equal texts are stored once, however
+    many entries hold them. Not safe for use from several threads.
     """
 
     def __init__(self, capacity: int = 100_000, breadth: int = 3, floor: float = 0.05) -> None:
@@ -96,24 +126,29 @@ class Memory:
 
     def recall(self, query: Query) -> list[Recall]:
         """Different texts, most probable first. A text that several levels know has the highest of their estimates."""
-        best: dict[bytes, tuple[float, str]] = {}
-        for level, key in _keys(query):
-            entry = self._entries.get(key)
-            if entry is None:
-                continue
-            self._entries.move_to_end(key)
-            for rank, text in enumerate(entry.ranked()[: self._breadth]):
-                estimate = self._probability(level, rank, entry)
+        best: dict[str, tuple[float, str]] = {}
+        for lookup in _lookups(query):
+            entry = self._entries.get(lookup.key)
+            if entry:
+                self._entries.move_to_end(lookup.key)
+            for rank, text in enumerate(self._says(lookup, entry)):
+                estimate = self._probability(lookup, rank, entry or _Entry())
                 if text not in best or estimate > best[text][0]:
-                    best[text] = (estimate, level)
+                    best[text] = (estimate, lookup.level)
         recalls = []
         left = 1.0  # only one of the texts can come true
         for text, (estimate, level) in sorted(best.items(), key=lambda item: -item[1][0])[: self._breadth]:
             probability = min(estimate, left)
             left -= probability
             if probability >= self._floor:
-                recalls.append(Recall(self._texts[text], probability, level))
+                recalls.append(Recall(text, probability, level))
         return recalls
+
+    def _says(self, lookup: _Lookup, entry: _Entry | None) -> list[str]:
+        """What an entry predicts, the likeliest first."""
+        if lookup.analogue:
+            return [lookup.analogue.text]
+        return [self._texts[text] for text in entry.ranked()[: self._breadth]] if entry else []
 
     async def prepare(self, query: Query) -> None:
         """Nothing: it is quick."""
@@ -121,27 +156,30 @@ class Memory:
     def learn(self, query: Query, observation: Observation) -> None:
         observed = _digest(observation.text)
         self._texts.setdefault(observed, observation.text)
-        for level, key in _keys(query):
-            entry = self._entries.setdefault(key, _Entry())
-            self._entries.move_to_end(key)
-            self._count(level, entry, observed)
-            self._add(entry, observed)
+        for lookup in _lookups(query):
+            entry = self._entries.setdefault(lookup.key, _Entry())
+            self._entries.move_to_end(lookup.key)
+            self._count(lookup, entry, observation.text)
+            if lookup.analogue is None:
+                self._add(entry, observed)
         while len(self._entries) > self._capacity:
             _, entry = self._entries.popitem(last=False)
             for text in entry.counts:
                 self._release(text)
 
-    def _probability(self, level: str, rank: int, entry: _Entry) -> float:
-        of_level = self.rates.get((level, rank, _ALL_KINDS), Rate()).estimate(_PRIOR / 2**rank, _RATE_WEIGHT)
-        of_kind = self.rates.get((level, rank, entry.kind()), Rate()).estimate(of_level, _RATE_WEIGHT)
-        return of_kind if rank else entry.rate.estimate(of_kind, _ENTRY_WEIGHT)
+    def _probability(self, lookup: _Lookup, rank: int, entry: _Entry) -> float:
+        prior = _ANALOGUE_PRIOR if lookup.analogue else _PRIOR / 2**rank
+        of_level = self.rates.get((lookup.level, rank, _ALL_KINDS), Rate()).estimate(prior, _RATE_WEIGHT)
+        of_kind = self.rates.get((lookup.level, rank, _kind(lookup, entry)), Rate()).estimate(of_level, _RATE_WEIGHT)
+        weight = _ANALOGUE_WEIGHT if lookup.analogue else _ENTRY_WEIGHT
+        return of_kind if rank else entry.rate.estimate(of_kind, weight)
 
-    def _count(self, level: str, entry: _Entry, observed: bytes) -> None:
+    def _count(self, lookup: _Lookup, entry: _Entry, observed: str) -> None:
         """Count what ``entry`` would have predicted."""
-        kind = entry.kind()
-        for rank, text in enumerate(entry.ranked()[: self._breadth]):
-            self.rates[level, rank, kind].count(text == observed)
-            self.rates[level, rank, _ALL_KINDS].count(text == observed)
+        kind = _kind(lookup, entry)
+        for rank, text in enumerate(self._says(lookup, entry)):
+            self.rates[lookup.level, rank, kind].count(text == observed)
+            self.rates[lookup.level, rank, _ALL_KINDS].count(text == observed)
             if rank == 0:
                 entry.rate.count(text == observed)
 
@@ -213,18 +251,65 @@ class Memory:
         return memory
 
 
-def _keys(query: Query) -> list[tuple[str, bytes]]:
-    """The key of each level, most specific first; the same in every process."""
+def _kind(lookup: _Lookup, entry: _Entry) -> str:
+    """What the reliability of what is found there is judged by."""
+    return lookup.analogue.kind if lookup.analogue else entry.kind()
+
+
+def _lookups(query: Query) -> list[_Lookup]:
+    """One for each level, most specific first; the same in every process."""
     task = _digest_command(query.task)
     exchanges = list(map(_digest_exchange, query.history))
     changes = [_digest_command(each.command) for each in query.history if effect(each.command) != "reads"]
     last = [_digest_command(each.command) for each in query.history[-1:]]
     circumstances = ([task, *exchanges], [task, *changes], [task, *last], [task], [*exchanges[-1:]], list[bytes]())
     command = _digest_command(query.command)
-    return [
-        (level, _joined(_digest_command(level), command, *parts))
-        for level, parts in zip(LEVELS, circumstances, strict=True)
+    lookups = [
+        _Lookup(level, _joined(_digest_command(level), command, *parts))
+        for level, parts in zip(LEVELS[:-1], circumstances, strict=True)
     ]
+    if analogue := _analogue(query):
+        parts = _digest_command("similar"), _digest_command(analogue.kind), _digest(analogue.text)
+        lookups.append(_Lookup("similar", _joined(*parts), analogue))
+    return lookups
+
+
+def _analogue(query: Query) -> _Analogue | None:
+    """What the most similar of the rollout's latest commands printed; of equals, the latest."""
+    recent = query.history[-_EXCHANGES_COMPARED:]
+    if not recent:
+        return None
+    words = _words(query.command)
+    similarity, number = max((_overlap(words, _words(each.command)), number) for number, each in enumerate(recent))
+    text = recent[number].observation
+    before = list(takewhile(lambda each: each.observation == text, reversed(recent[:number])))
+    same = _shape(query.command) == _shape(recent[number].command)
+    return _Analogue(text, f"{int(similarity * 5) / 5} {min(len(before), 2)} {'same' if same else 'other'} programs")
+
+
+def _overlap(some: frozenset[str], others: frozenset[str]) -> float:
+    """The Jaccard index: the share of both sets' elements that are in both."""
+    common = len(some & others)
+    return common / max(1, len(some) + len(others) - common)
+
+
+@lru_cache(maxsize=2048)
+def _shape(command: str) -> str:
+    """How a command begins, the programs that it runs and how it joins them, and which of them write files."""
+    simples = parse(command)
+    if not simples:
+        return " ".join(command.split()[:1])
+    programs = []
+    for simple in simples:
+        programs.append(f"{simple.after} {simple.name} {len(simple.outputs)}")
+    return " ".join((*command.split()[:1], *programs))
+
+
+@lru_cache(maxsize=2048)
+def _words(command: str) -> frozenset[str]:
+    """The words and signs of a command, and which follows which."""
+    words = re.findall(r"\w+|[^\w\s]", command[:_CHARACTERS_COMPARED])
+    return frozenset(words).union(map(" ".join, pairwise(words)))
 
 
 def _digest(text: str) -> bytes:

@@ -28,13 +28,15 @@ class Prefixes(Generic[State]):
 
     def after(self, query: Query) -> State:
         """The state after ``query.history``."""
-        key = (query.instruction, query.history)
-        if key not in self._states:
-            before = self._states.get((query.instruction, query.history[:-1])) if query.history else None
-            state = self._start(query.instruction) if before is None else before
-            for exchange in query.history if before is None else query.history[-1:]:
-                state = self._step(state, exchange)
-            self._states[key] = state
-            if len(self._states) > self._capacity:
-                self._states.popitem(last=False)
-        return self._states[key]
+        key = (query.instruction, query.history)  # hashing a long history takes time: do it once where it is known
+        known = self._states.get(key)
+        if known is not None:
+            return known
+        before = self._states.get((query.instruction, query.history[:-1])) if query.history else None
+        state = self._start(query.instruction) if before is None else before
+        for exchange in query.history if before is None else query.history[-1:]:
+            state = self._step(state, exchange)
+        self._states[key] = state
+        if len(self._states) > self._capacity:
+            self._states.popitem(last=False)
+        return state

@@ -1,4 +1,5 @@
-"""Observations that need no model: silent commands, files that the rollout wrote, echo, pwd, repeats.
+"""Observations that need no model: silent commands, files that the rollout wrote or saw, echo, pwd, repeats, programs
+that are missing, files restored from git, scripts that edit a file and say so.
 
 The rules are few and conservative. Each counts how often it is right, by program, and proposes only while that rate
 is above a floor.
@@ -22,6 +23,11 @@ PRIORS: Mapping[str, float] = {
     "redirected": 0.95,
     "echo": 0.95,
     "pwd": 0.95,
+    "restored": 0.9,
+    "script": 0.85,
+    "shown": 0.95,
+    "shown before a run": 0.85,
+    "missing": 0.95,
     "written": 0.95,
     "written before a run": 0.95,
     "repeat": 0.95,
@@ -108,8 +114,11 @@ class Rules:
         return None
 
     def _computed(self, query: Query) -> Guess | None:
-        """Every part of the command is known to print something certain, or nothing."""
-        parts = self._sessions.after(query).copy().run(query.command)
+        """Its program is known not to be there, or every part of it to print something certain, or nothing."""
+        session = self._sessions.after(query)
+        if missing := session.says_missing(query.command):
+            return Guess(missing, "missing", "")
+        parts = session.copy().run(query.command)
         output = "".join(part.output for part in parts or ())
         if not parts or len(output) > self._harness.limit:
             return None
