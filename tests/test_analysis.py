@@ -95,18 +95,27 @@ ATIF = {
         },
     ],
 }
+
+
+def calling(**commands: str) -> dict[str, Any]:
+    """A message of the policy that calls a tool for each of ``commands``, by id."""
+    calls = [
+        {"id": key, "type": "function", "function": {"name": "bash", "arguments": json.dumps({"cmd": command})}}
+        for key, command in commands.items()
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def answering(key: str, text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": key, "content": text, **more}
+
+
 OPENAI = [
     {"role": "user", "content": [{"type": "text", "text": "Fix it."}]},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "cat notes"}'}},
-            {"id": "2", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "mkdir d"}'}},
-        ],
-    },
-    {"role": "tool", "tool_call_id": "1", "content": OUTPUT},
-    {"role": "tool", "tool_call_id": "2", "content": ""},
+    calling(a=COMMAND),
+    answering("a", OUTPUT),
+    calling(b="mkdir d"),
+    answering("b", ""),
 ]
 STEPS = [
     {"task": "a", "command": COMMAND, "output": f"{OUTPUT}\n", "exit_code": 1, "seconds": 2, "generation_seconds": 3},
@@ -182,6 +191,102 @@ def test_steps_of_several_rollouts_are_told_apart(tmp_path: Path) -> None:
     assert [len(rollout.steps) for rollout in read_log(tmp_path / "log.jsonl").rollouts] == [2, 1, 2, 1]
 
 
+def test_rollouts_that_were_written_at_the_same_time_are_told_apart(tmp_path: Path) -> None:
+    rows = [
+        {"instance_id": "a", "rollout": rollout, "step": step, "command": "ls", "output": f"{rollout}{step}"}
+        for step in range(3)
+        for rollout in "xy"
+    ]
+    (tmp_path / "log.jsonl").write_text(lines(rows))
+    rollouts = read_log(tmp_path / "log.jsonl").rollouts
+    assert [[step.observation for step in rollout.steps] for rollout in rollouts] == [
+        ["x0", "x1", "x2"],
+        ["y0", "y1", "y2"],
+    ]
+    assert {rollout.task for rollout in rollouts} == {"a"}
+
+
+def conversation(tmp_path: Path, *messages: dict[str, Any]) -> LoggedRollout:
+    (tmp_path / "chat.json").write_text(json.dumps({"messages": messages, "task": "t"}))
+    (rollout,) = read_log(tmp_path / "chat.json").rollouts
+    return rollout
+
+
+def test_several_calls_of_one_message_are_one_step_however_they_are_answered(tmp_path: Path) -> None:
+    rollout = conversation(
+        tmp_path,
+        {"role": "user", "content": "Fix it.", "timestamp": 100},
+        {**calling(a="pwd", b="ls"), "timestamp": 103},
+        {"role": "assistant", "content": "While we wait."},
+        {"role": "user", "content": "Be brief."},
+        answering("b", "x y", timestamp=104),
+        answering("a", "/", timestamp=105),
+        {"role": "assistant", "content": "Try\n```bash\nmake test\n```", "timestamp": 109},
+    )
+    assert rollout == LoggedRollout("t", (LoggedStep("pwd\nls", "/\nx y", 2.0, 3.0),), 4.0)
+
+
+def test_a_call_that_nobody_answers_is_the_last_generation(tmp_path: Path) -> None:
+    rollout = conversation(
+        tmp_path,
+        {"role": "user", "content": "Fix it.", "timestamp": 100},
+        {**calling(a="ls"), "timestamp": 103},
+        answering("a", "x", timestamp=104),
+        {**calling(b="submit"), "timestamp": 110},
+        {"role": "exit", "content": "", "timestamp": 111},
+    )
+    assert rollout == LoggedRollout("t", (LoggedStep("ls", "x", 1.0, 3.0),), 6.0)
+
+
+def test_calls_of_other_tools_keep_their_arguments(tmp_path: Path) -> None:
+    call = calling(a="")
+    call["tool_calls"][0]["function"] = {"name": "editor", "arguments": {"command": "view", "path": "/a"}}
+    rollout = conversation(tmp_path, call, answering("a", "text"))
+    assert rollout.steps[0].command == 'editor {"command": "view", "path": "/a"}'
+    call["tool_calls"][0]["function"] = {"name": "shell", "arguments": {"command": ["bash", "-lc", "ls -la"]}}
+    assert conversation(tmp_path, call, answering("a", "text")).steps[0].command == "ls -la"
+
+
+def test_a_log_of_requests_holds_each_rollout_once(tmp_path: Path) -> None:
+    requests = [{"messages": OPENAI[:end]} for end in (1, 3, 5)]
+    (tmp_path / "requests.jsonl").write_text(lines([*requests, *requests]))
+    log = read_log(tmp_path / "requests.jsonl")
+    assert [len(rollout.steps) for rollout in log.rollouts] == [2, 2]
+
+
+def test_no_file_is_read_twice(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(STEPS))
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    assert read_log(tmp_path / "a.jsonl", tmp_path, tmp_path / "a.jsonl").steps == 2
+
+
+@pytest.mark.parametrize(("code", "shown"), [(1, 1), ("2", 2), (3.0, 3), (0, 0), (None, 0)])
+def test_exit_codes_are_read_as_tables_write_them(tmp_path: Path, code: Any, shown: int) -> None:
+    (tmp_path / "log.jsonl").write_text(lines([{"command": "ls", "output": "a", "returncode": code}]))
+    observation = read_log(tmp_path / "log.jsonl").rollouts[0].steps[0].observation
+    assert observation == (f"a\n[exit code {shown}]" if shown else "a")
+
+
+def test_milliseconds_are_told_from_seconds(tmp_path: Path) -> None:
+    times_of = [1.7e12, 1.7e12 + 3000, 1.7e12 + 3500]
+    given = [{"role": "user", "content": "Fix it."}, calling(a="ls"), answering("a", "x")]
+    messages = [message | {"timestamp": moment} for message, moment in zip(given, times_of, strict=True)]
+    assert conversation(tmp_path, *messages).steps == (LoggedStep("ls", "x", 0.5, 3.0),)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_byte_order_marks_are_no_part_of_a_log(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "log.jsonl").write_bytes(lines(STEPS).encode(encoding))
+    assert read_log(tmp_path / "log.jsonl").steps == 2
+
+
+def test_what_no_file_can_hold_is_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text('{"task": "\\ud800", "command": "echo \\ud800", "output": "\\udfff\\u0000"}\n')
+    write(analysed(read_log(file)), tmp_path / "out")
+    assert pyarrow.parquet.read_table(tmp_path / "out/steps.parquet").to_pylist()[0]["command"] == "echo ?"
+
+
 def test_a_bad_line_is_named_and_costs_only_itself(tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
     bad = [
@@ -193,11 +298,17 @@ def test_a_bad_line_is_named_and_costs_only_itself(tmp_path: Path) -> None:
         '{"trajectory": [{"action": 1}]}',
         '{"messages": [7]}',
         '{"turns": [{}]}',
+        '{"turns": [{"command": "ls", "observation": "", "generating": [[0, -5]], "executing": [0, 1]}]}',
+        '{"trajectory": [{"action": 7, "observation": "", "execution_time": 1}]}',
+        '{"command": "ls", "output": "", "seconds": true}',
+        '{"command": "ls", "output": "", "exit_code": "none"}',
+        "[" * 100_000,
     ]
     file.write_text("\n".join([json.dumps(STEPS[0]), *bad, json.dumps(STEPS[1])]))
     log = read_log(file)
     assert log.steps == 2
-    assert [line.partition(":")[0] for line in log.skipped] == [f"{file}, line {number}" for number in range(2, 10)]
+    assert len(log.skipped) == len(bad)
+    assert {line.partition(":")[0] for line in log.skipped} == {f"{file}, line {number}" for number in range(2, 15)}
 
 
 def test_other_files_in_a_directory_are_no_fault(tmp_path: Path) -> None:
@@ -205,6 +316,16 @@ def test_other_files_in_a_directory_are_no_fault(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text("[]")
     (tmp_path / "log.jsonl").write_text(lines(STEPS))
     assert read_log(tmp_path).skipped == []
+
+
+def test_a_file_that_is_cut_short_costs_only_itself(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(STEPS))
+    packed = gzip.compress(lines(STEPS * 100).encode())
+    (tmp_path / "b.jsonl.gz").write_bytes(packed[:-9])
+    (tmp_path / "c.jsonl.gz").write_bytes(packed[:30] + b"corrupt" + packed[37:])
+    log = read_log(tmp_path)
+    assert log.steps == 2
+    assert len(log.skipped) == 2
 
 
 @pytest.mark.parametrize(
@@ -276,6 +397,12 @@ def test_predicted_tools_hide_as_much_as_the_next_generation_fills() -> None:
     assert savings.losses.nothing_drafted == savings.losses.wrong == 0
 
 
+def test_very_long_generations_take_no_longer_to_simulate() -> None:
+    savings = analysed(logged(silent(3, 9e6, 9e6), last=9e6)).savings
+    assert savings.sequential == pytest.approx(7 * 9e6)
+    assert savings.saved("obsspec, depth 1") == pytest.approx(3 / 7, abs=0.01)
+
+
 def test_what_nobody_predicts_saves_nothing_but_could() -> None:
     steps = [LoggedStep(f"./measure {place}", f"{place * 7919}", 1.0, 1.0) for place in range(4)]
     savings = analysed(logged(steps, last=1.0)).savings
@@ -322,7 +449,7 @@ def test_the_command_tells_what_a_log_would_save(tmp_path: Path) -> None:
     file.write_text(f"{lines(rows)}nonsense\n")
     finished = obsspec("analyze", file, "--output", tmp_path / "out")
     assert finished.returncode == 0, finished.stderr
-    assert "6 steps of 3 rollouts of 1 tasks" in finished.stdout
+    assert "Steps: 6, rollouts: 3 (3 in JSON lines), tasks: 1." in finished.stdout
     assert f"{file}, line 7: not a JSON object" in finished.stdout
     assert "Set --predictor rules,memory" in finished.stdout
     report = json.loads((tmp_path / "out/analysis.json").read_text())
@@ -340,6 +467,7 @@ def test_the_command_tells_what_a_log_would_save(tmp_path: Path) -> None:
         (["missing.jsonl"], "missing.jsonl: no such file"),
         (["{log}", "--times", "nowhere"], "nowhere"),
         (["{log}", "--output", "/proc/no"], "--output /proc/no"),
+        (["{log}", "--output", "{log}"], "File exists; choose a directory"),
     ],
 )
 def test_what_the_command_cannot_use_is_one_line(tmp_path: Path, arguments: list[str], complaint: str) -> None:

@@ -334,6 +334,9 @@ def analyze(
     from obsspec.reports.tables import counting
 
     source = Source.of(times)
+    if directory is not None:
+        with writing(f"--output {directory}", "directory"):  # Better known before the work.
+            directory.mkdir(parents=True, exist_ok=True)
     with _interruptible("nothing was written"):
         log = read_log(*logs)
         asked = predictors(log)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shlex
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from obsspec.errors import InputError
 from obsspec.predictors.harness import SANDBOX
@@ -79,21 +81,41 @@ def read_log(*paths: Path) -> Log:
     Raises InputError where a path cannot be read, or there is no step in any.
     """
     log = Log()
+    seen: set[Path] = set()
     for path in paths:
-        files = _files(path)
-        for file in files:
-            try:
-                content = file.read_bytes()
-                text = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).decode(errors="replace")
-            except (OSError, EOFError) as error:
-                raise InputError(f"{file}: {getattr(error, 'strerror', None) or error}; give a log") from None
+        for file in _files(path):
+            if file.resolve() in seen:  # It would be remembered, and so be predicted all too well.
+                continue
+            seen.add(file.resolve())
             # Directories hold other files as well, which are no fault of the log's.
-            _read_file(file, text, log, named=file == path)
+            named = file == path
+            try:
+                _read_file(file, _decoded(file.read_bytes()), log, named)
+            except (OSError, EOFError, zlib.error) as error:
+                reason = f"{file}: {getattr(error, 'strerror', None) or error}"
+                if named:
+                    raise InputError(f"{reason}; give a log that can be read") from None
+                log.skipped.append(reason)
     if not log.steps:
         skipped = f" ({log.skipped[0]})" if log.skipped else ""
         raise InputError(f"{', '.join(map(str, paths))}: no step of any agent{skipped}; known are {FORMATS}")
     log.keeps_directory = _keeps_directory(log)
     return log
+
+
+def _decoded(content: bytes) -> str:
+    if content[:2] == b"\x1f\x8b":
+        content = gzip.decompress(content)
+    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    return content.decode(encoding, errors="replace")
+
+
+def _parsed(text: str) -> Any:
+    """Raises ValueError where it is not JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _files(path: Path) -> list[Path]:
@@ -107,7 +129,7 @@ def _files(path: Path) -> list[Path]:
 
 def _read_file(file: Path, text: str, log: Log, named: bool) -> None:
     try:
-        document = json.loads(text)
+        document = _parsed(text)
     except ValueError:
         _read_rows(file, _lines(text), log, named)
         return
@@ -123,7 +145,7 @@ def _lines(text: str) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                yield f"line {number}", json.loads(line)
+                yield f"line {number}", _parsed(line)
             except ValueError:
                 yield f"line {number}", None
 
@@ -146,12 +168,23 @@ def _read_rows(file: Path, content: Iterable[tuple[str, Any]], log: Log, named: 
             for where, row in group:
                 reader = _reader(row)
                 assert reader is not None
-                _add(log, where, reader, row, _task(row, None))
+                _add(log, where, reader, row, _task(row, file))
         elif kind == "message":
-            messages = [row for _, row in group]
-            _add(log, str(file), _OPENAI, {"messages": messages}, _task({"messages": messages}, file))
+            for messages in _conversations(row for _, row in group):
+                _add(log, str(file), _OPENAI, {"messages": messages}, _task({"messages": messages}, file))
         else:
             _add_steps(log, list(group))
+
+
+def _conversations(messages: Iterable[Json]) -> Iterator[list[Json]]:
+    """A system message after any other begins a new one."""
+    conversation: list[Json] = []
+    for message in messages:
+        if message["role"] == "system" and any(each["role"] != "system" for each in conversation):
+            yield conversation
+            conversation = []
+        conversation.append(message)
+    yield conversation
 
 
 def _line_kind(row: Json) -> str:
@@ -169,70 +202,106 @@ def _add(log: Log, where: str, reader: _Reader, document: Json, task: str) -> No
     try:
         rollout = _rollout(task, reader.steps(document))
     except (_UnreadableError, LookupError, TypeError, ValueError, AttributeError) as error:
-        log.skipped.append(f"{where}: not {reader.name} as we know it ({type(error).__name__}: {error})")
+        reason = (
+            str(error) if isinstance(error, _UnreadableError) else f"a field is missing or of another kind: {error}"
+        )
+        log.skipped.append(f"{where}: not {reader.name} as we know it ({reason})")
         return
-    if rollout.steps:
+    if not rollout.steps:
+        log.skipped.append(f"{where}: {reader.name} without a command that has an observation")
+    elif log.rollouts and _continues(rollout, log.rollouts[-1]):  # A log of requests has every prefix of a rollout.
+        log.rollouts[-1] = rollout
+    else:
         log.rollouts.append(rollout)
         log.formats[reader.name] += 1
-    else:
-        log.skipped.append(f"{where}: {reader.name} without a command that has an observation")
+
+
+def _continues(rollout: LoggedRollout, before: LoggedRollout) -> bool:
+    seen = [(step.command, step.observation) for step in rollout.steps[: len(before.steps)]]
+    longer = rollout.task == before.task and len(rollout.steps) > len(before.steps)
+    return longer and seen == [(step.command, step.observation) for step in before.steps]
 
 
 def _rollout(task: str, parts: Iterable[LoggedStep | float]) -> LoggedRollout:
     """Generations that asked for nothing count with the next one that did."""
     steps: list[LoggedStep] = []
-    seconds: float | None = None
+    before: float | None = None
     for part in parts:
         if not isinstance(part, LoggedStep):
-            seconds = (seconds or 0.0) + part
-        elif seconds is None:
-            steps.append(part)
-        else:
-            steps.append(replace(part, generation_seconds=seconds + (part.generation_seconds or 0.0)))
-            seconds = None
-    return LoggedRollout(task, tuple(steps), seconds)
+            before = (before or 0.0) + _checked(part, "generation time")
+            continue
+        if part.command.strip():
+            generating = part.generation_seconds
+            if before is not None:
+                generating = before + (generating or 0.0)
+            _checked(part.seconds, "tool time")
+            steps.append(replace(part, generation_seconds=_checked(generating, "generation time")))
+            before = None
+    return LoggedRollout(_writable(task), tuple(steps), before)
 
 
-def _task(document: Json, file: Path | None) -> str:
+Seconds = TypeVar("Seconds", float, float | None)
+
+
+def _checked(seconds: Seconds, what: str) -> Seconds:
+    if seconds is not None and not 0 <= seconds < _LONGEST:
+        raise _UnreadableError(f"{what} must be a number of seconds from 0 to {_LONGEST:.0f}, not {seconds}")
+    return seconds
+
+
+_LONGEST = 1e7
+"""Seconds: four months."""
+
+
+def _task(document: Json, file: Path) -> str:
     """What tells that two rollouts were of the same task: a name, or the instruction itself."""
-    info = document.get("info") if isinstance(document.get("info"), dict) else {}
-    for content in (document, info or {}):
-        for key in ("task", "task_id", "task_name", "instance_id"):
+    info = document.get("info")
+    for content in (document, info if isinstance(info, dict) else {}):
+        for key in _TASK_KEYS:
             if isinstance(content.get(key), str):
                 return str(content[key])
-    if file is not None and file.name.startswith("trajectory.json") and file.parent.name == "agent":
+    if file.name.startswith("trajectory.") and file.parent.name == "agent":
         return file.parents[1].name.rpartition("__")[0] or file.parents[1].name  # Harbor: TASK__TRIAL/agent/
-    messages = document.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict) and message.get("role") == "user":
-            return _text(message.get("content"))
-    return file.name.partition(".")[0] if file else ""
+    for name, who, what in (("messages", "role", "content"), ("steps", "source", "message")):
+        messages = document.get(name)
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict) and message.get(who) == "user":
+                return _text(message.get(what))
+    return re.sub(r"(\.(traj|jsonl?|gz))+$", "", file.name)
+
+
+_TASK_KEYS = ("task", "task_id", "task_name", "instance_id")
 
 
 # JSON lines of steps.
 
 
 def _add_steps(log: Log, rows: list[tuple[str, Json]]) -> None:
-    steps: list[tuple[tuple[str, str], int, LoggedStep]] = []
+    """Rows with a name of their rollout may be mixed with those of others; rows without follow one another."""
+    rollouts: list[tuple[str, list[LoggedStep]]] = []
+    latest: dict[tuple[str, str], tuple[int, list[LoggedStep]]] = {}
     for where, row in rows:
         try:
-            if step := _plain_step(row):
-                trial = next((row[key] for key in ("rollout", "trial", "trajectory", "session") if key in row), "")
-                place = row.get("step")
-                steps.append(((str(row.get("task", "")), str(trial)), place if isinstance(place, int) else -1, step))
+            step = _plain_step(row)
         except _UnreadableError as error:
             log.skipped.append(f"{where}: {error}")
-    before: tuple[tuple[str, str], int] | None = None
-    rollout: list[LoggedStep] = []
-    for key, place, step in steps:
-        if before is not None and (key != before[0] or 0 <= place <= before[1]):
-            log.rollouts.append(LoggedRollout(before[0][0], tuple(rollout)))
-            log.formats["JSON lines"] += 1
-            rollout = []
-        rollout.append(step)
-        before = key, place
-    if before is not None:
-        log.rollouts.append(LoggedRollout(before[0][0], tuple(rollout)))
+            continue
+        if step is None:
+            continue
+        task = str(next((row[key] for key in _TASK_KEYS if key in row), ""))
+        name = next((str(row[key]) for key in ("rollout", "trial", "trajectory", "session") if key in row), "")
+        place = row.get("step")
+        place = place if isinstance(place, int) else -1
+        before, steps = latest.get((task, name), (-1, None))
+        if steps is None or 0 <= place <= before:
+            steps = []
+            rollouts.append((task, steps))
+        steps.append(step)
+        if not name:
+            latest = {key: own for key, own in latest.items() if key[1]}
+        latest[task, name] = place, steps
+    for task, steps in rollouts:
+        log.rollouts.append(_rollout(task, steps))
         log.formats["JSON lines"] += 1
 
 
@@ -243,55 +312,109 @@ def _plain_step(row: Json) -> LoggedStep | None:
         return None
     if not isinstance(command, str) or not isinstance(output, str):
         raise _UnreadableError("command and output must be text")
+    if not command.strip():
+        return None
     code = row.get("exit_code", row.get("returncode"))
     seconds, generating = (_seconds(row, key) for key in ("seconds", "generation_seconds"))
-    return LoggedStep(command, _observation(output, code), seconds, generating)
+    return _step(command, _observation(output, code), seconds, generating)
 
 
 def _seconds(row: Json, key: str) -> float | None:
     value = row.get(key)
     if value is None:
         return None
-    if not isinstance(value, int | float) or not 0 <= value < 1e7:
-        raise _UnreadableError(f"{key} must be a number of seconds, not {value!r:.40}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LONGEST:
+        raise _UnreadableError(f"{key} must be a number of seconds from 0 to {_LONGEST:.0f}, not {value!r:.40}")
     return float(value)
+
+
+def _step(command: Any, observation: str, seconds: float | None = None, generating: float | None = None) -> LoggedStep:
+    if not isinstance(command, str):
+        raise _UnreadableError(f"a command must be text, not {command!r:.40}")
+    return LoggedStep(_writable(command.strip()), _writable(observation), seconds, generating)
+
+
+def _writable(text: str) -> str:
+    """Without lone surrogates, which no file can hold."""
+    return text.encode(errors="replace").decode()
 
 
 # OpenAI messages, of which mini-swe-agent's trajectories are made as well.
 
 
 def _messages(document: Json) -> Iterator[LoggedStep | float]:
-    asked: list[str] = []
-    answered_at = observed_at = None
-    for message in document["messages"]:
+    """Several calls in one message are one step: the policy goes on when all have been answered."""
+    messages = document["messages"]
+    calls_tools = any(_calls(message) for message in messages)
+    asked: dict[str, str] = {}
+    answers: dict[str, str] = {}
+    asked_at = observed_at = generating = None
+    for message in messages:
         role, time = message.get("role"), _time(message)
         if role == "assistant":
-            asked, answered_at = _commands(message), time
-            generating = _between(observed_at, answered_at)
-            if not asked and generating is not None:
+            # Where tools are called, a block of bash in a text is none that is run.
+            commands = _calls(message) if calls_tools else _blocks(message)
+            if not commands and asked:
+                continue  # A remark between a call and its answer.
+            if asked:
+                yield from _turn(asked, answers, _between(asked_at, observed_at), generating)
+            generating = _between(observed_at, time)
+            if not commands and generating is not None:
                 yield generating
-        elif role in ("user", "tool") and asked:
-            took = _between(answered_at, time)
-            yield LoggedStep(asked.pop(0), _message_observation(message), took, generating)
-            # Of several calls in one message, the later ones were generated with the first.
-            generating = None if generating is None else 0.0
-            answered_at = observed_at = time
-        else:
+            asked, answers, asked_at, observed_at = commands, {}, time, time
+        elif asked and (role == "tool" or (role == "user" and (not calls_tools or _is_output(message)))):
+            unanswered = next((key for key in asked if key not in answers), None)
+            key = message.get("tool_call_id")
+            key = key if key in asked else unanswered
+            if key is not None:
+                answers[key] = _message_observation(message)
+                observed_at = time
+            if len(answers) == len(asked):
+                yield from _turn(asked, answers, _between(asked_at, observed_at), generating)
+                asked = {}
+        elif not asked:
             observed_at = time
+    if asked:
+        yield from _turn(asked, answers, _between(asked_at, observed_at), generating)
+
+
+def _turn(
+    asked: dict[str, str], answers: dict[str, str], seconds: float | None, generating: float | None
+) -> Iterator[LoggedStep | float]:
+    """The calls of one message that were answered, as one step."""
+    answered = [key for key in asked if key in answers]
+    if answered:
+        command = "\n".join(asked[key] for key in answered)
+        yield _step(command, "\n".join(answers[key] for key in answered), seconds, generating)
+    elif generating is not None:
+        yield generating
 
 
 _OPENAI = _Reader("OpenAI messages", _messages)
 
 
-def _commands(message: Json) -> list[str]:
-    """That a message of the policy asks for, in the order of their observations."""
+def _calls(message: Json) -> dict[str, str]:
+    """What a message of the policy calls, in its order: by the id that the answer names, or by place."""
     extra = message.get("extra")
     if isinstance(extra, dict) and isinstance(extra.get("actions"), list):
-        return [each["command"] if isinstance(each, dict) else str(each) for each in extra["actions"]]
-    if message.get("tool_calls"):
-        return [_call(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+        actions = [each if isinstance(each, dict) else {"command": each} for each in extra["actions"]]
+        return {str(each.get("tool_call_id") or place): each["command"] for place, each in enumerate(actions)}
+    calls = message.get("tool_calls") or []
+    return {
+        str(call.get("id") or place): _call(call["function"]["name"], call["function"]["arguments"])
+        for place, call in enumerate(calls)
+    }
+
+
+def _blocks(message: Json) -> dict[str, str]:
+    """The one block of bash in a text."""
     blocks = _FENCED.findall(_text(message.get("content")))
-    return [blocks[0].strip()] if len(blocks) == 1 else []
+    return {"": blocks[0].strip()} if len(blocks) == 1 else {}
+
+
+def _is_output(message: Json) -> bool:
+    extra = message.get("extra")
+    return isinstance(extra, dict) and "raw_output" in extra
 
 
 _FENCED = re.compile(r"```(?:bash|sh|shell|mswea_bash_command)\s*\n(.*?)\n?```", re.DOTALL)
@@ -304,10 +427,15 @@ def _call(name: str, arguments: Any) -> str:
             arguments = json.loads(arguments)
         except ValueError:
             return f"{name} {arguments}"
-    if isinstance(arguments, dict):
+    if isinstance(arguments, dict) and not {"path", "file_path"} & arguments.keys():  # as editors have
         for key in ("command", "cmd", "keystrokes"):
-            if isinstance(arguments.get(key), str):
-                return str(arguments[key]).strip()
+            match arguments.get(key):
+                case str(command):
+                    return command.strip()
+                case ["bash" | "sh", "-c" | "-lc", str(command)]:
+                    return command.strip()
+                case [*words] if words and all(isinstance(word, str) for word in words):
+                    return shlex.join(words)
     return f"{name} {json.dumps(arguments, sort_keys=True)}"
 
 
@@ -317,11 +445,11 @@ def _message_observation(message: Json) -> str:
         return _observation(extra["raw_output"], extra.get("returncode"))
     text = _text(message.get("content"))
     if match := _RETURNCODE.fullmatch(text.strip()):
-        return _observation(match[2], int(match[1]))
+        return _observation(match[3] if match[2] is None else match[2], int(match[1]))
     return _observation(text, None)
 
 
-_RETURNCODE = re.compile(r"<returncode>(-?\d+)</returncode>\s*<output>\n?(.*?)\n?</output>", re.DOTALL)
+_RETURNCODE = re.compile(r"<returncode>(-?\d+)</returncode>\s*(?:<output>\n?(.*?)\n?</output>|(.*))", re.DOTALL)
 """How mini-swe-agent shows what a command printed."""
 
 
@@ -336,8 +464,8 @@ def _time(message: Json) -> float | None:
     extra = message.get("extra")
     for content in (message, extra if isinstance(extra, dict) else {}):
         value = content.get("timestamp", content.get("created_at"))
-        if isinstance(value, int | float):
-            return float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e14:
+            return float(value) / (1000 if value > 1e11 else 1)  # 1e11 seconds are in the year 5138.
         if isinstance(value, str):
             try:
                 return datetime.fromisoformat(value).timestamp()
@@ -355,9 +483,8 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 def _swe_agent(document: Json) -> Iterator[LoggedStep]:
     for step in document["trajectory"]:
-        if step["action"].strip() and step["observation"] is not None:
-            seconds = _seconds(step, "execution_time")
-            yield LoggedStep(step["action"].strip(), _observation(step["observation"], None), seconds)
+        if step["action"] and step["observation"] is not None:
+            yield _step(step["action"], _observation(step["observation"], None), _seconds(step, "execution_time"))
 
 
 _SWE_AGENT = _Reader("SWE-agent", _swe_agent)
@@ -367,15 +494,13 @@ _SWE_AGENT = _Reader("SWE-agent", _swe_agent)
 
 
 def _atif(document: Json) -> Iterator[LoggedStep]:
+    """Several calls in one step are one, and may share one result."""
     for step in document["steps"]:
         results = (step.get("observation") or {}).get("results") or []
-        calls = step.get("tool_calls") or []
-        by_call = {result.get("source_call_id"): result for result in results}
-        for place, call in enumerate(calls):
-            result = by_call.get(call.get("tool_call_id")) or (results[place] if place < len(results) else None)
-            if result is not None:
-                command = _call(call["function_name"], call.get("arguments"))
-                yield LoggedStep(command, _observation(_text(result.get("content")), None))
+        calls = [_call(call["function_name"], call.get("arguments")) for call in step.get("tool_calls") or []]
+        if calls and results:
+            texts = [_text(result.get("content")) for result in results]
+            yield _step("\n".join(calls), _observation("\n".join(texts), None))
 
 
 _ATIF = _Reader("ATIF", _atif)
@@ -391,7 +516,7 @@ def _obsspec(document: Json) -> Iterator[LoggedStep | float]:
             yield float(generating)
         else:
             start, end = turn["executing"]
-            yield LoggedStep(turn["command"], turn["observation"], end - start, generating)
+            yield _step(turn["command"], turn["observation"], end - start, generating)
 
 
 _OBSSPEC = _Reader("ObsSpec runs", _obsspec)
@@ -419,8 +544,21 @@ _SILENCE = frozenset(("Your command ran successfully and did not produce any out
 
 
 def _observation(output: str, code: Any) -> str:
-    output = "" if output.strip() in _SILENCE else output
-    return SANDBOX.render(output, code if isinstance(code, int) else 0)
+    return SANDBOX.render("" if output.strip() in _SILENCE else output, _exit_code(code))
+
+
+def _exit_code(code: Any) -> int:
+    """Tables in which some are missing make numbers or text of them."""
+    match code:
+        case None:
+            return 0
+        case int() if not isinstance(code, bool):
+            return code
+        case float() if code.is_integer():
+            return int(code)
+        case str() if re.fullmatch(r"-?\d{1,9}", code.strip()):
+            return int(code)
+    raise _UnreadableError(f"an exit code must be a whole number, not {code!r:.40}")
 
 
 def _keeps_directory(log: Log) -> bool:

@@ -135,7 +135,7 @@ def head(analysis: Analysis) -> Iterator[str]:
     log = analysis.log
     tasks = len({rollout.task for rollout in log.rollouts})
     formats = ", ".join(f"{count} in {name}" for name, count in log.formats.items())
-    yield f"{log.steps} steps of {len(log.rollouts)} rollouts of {tasks} tasks ({formats})."
+    yield f"Steps: {log.steps}, rollouts: {len(log.rollouts)} ({formats}), tasks: {tasks}."
     if log.skipped:
         yield f"{len(log.skipped)} could not be read, the first: {log.skipped[0]}"
     for part, what in (("seconds", "tool"), ("generation_seconds", "generation")):
@@ -166,13 +166,13 @@ def tables(analysis: Analysis) -> Iterator[ConsoleRenderable | str]:
         yield _counts_table(title, rows)
     table = Table("schedule", "latency s", "saved", "hits", "hidden s", title="In the lab, on an idle server", **_LEFT)
     for name, own in savings.schedules.items():
-        shown = f"{own.mean_latency:.1f}", f"{savings.saved(name):.1%}", f"{own.hits}", f"{own.hidden_seconds:.0f}"
+        shown = f"{own.mean_latency:.1f}", f"{savings.saved(name):.1%}", f"{own.hits}", _seconds(own.hidden_seconds)
         table.add_row(name, *shown)
     yield table
     whole = savings.schedules["sequential"].tool_seconds
     table = Table("tool time at depth 1", "s", "of all", title="Where the tools' time goes", **_LEFT)
     for part, seconds in asdict(savings.losses).items():
-        table.add_row(_PARTS[part], f"{seconds:.0f}", _share(seconds, whole))
+        table.add_row(_PARTS[part], _seconds(seconds), _share(seconds, whole))
     yield table
     yield f"A draft takes {1000 * _draft_seconds(analysis):.2f} ms (median)."
     yield from advice(savings)
@@ -192,9 +192,13 @@ def _counts_table(title: str, rows: Iterable[tuple[str, Kind]]) -> Table:
             *(f"{count}" for count in (own.steps, own.attempted, own.exact)),
             _share(own.exact, own.steps),
             _share(own.exact, own.attempted),
-            *(f"{seconds:.0f}" for seconds in (own.tool_seconds, own.hideable_seconds, own.predicted_seconds)),
+            *map(_seconds, (own.tool_seconds, own.hideable_seconds, own.predicted_seconds)),
         )
     return table
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds < 100 else f"{seconds:.0f}"
 
 
 def _share(part: float, whole: float) -> str:
