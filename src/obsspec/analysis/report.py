@@ -270,7 +270,10 @@ def _page(analysis: Analysis) -> str:
             ]
         ).update_layout(title_text=f"Steps by kind of command, {_ALL}", barmode="stack", yaxis_title_text="steps"),
     ]
-    parts = [plot.to_html(full_html=False, include_plotlyjs=place == 0) for place, plot in enumerate(plots)]
+    parts = [
+        plot.to_html(full_html=False, include_plotlyjs=place == 0, default_height="450px")
+        for place, plot in enumerate(plots)
+    ]
     text = "".join(f"<p>{escape(sentence)}</p>" for sentence in (*head(analysis), *advice(savings)))
     return _PAGE.format(text=text, plots="".join(parts))
 
