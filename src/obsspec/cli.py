@@ -345,7 +345,7 @@ def analyze(
         measured = times_of(log, source)
         with counting(notes, "simulations", len(POINTS)) as advance:
             savings = simulate(log, measured, predictions["rules + memory"], advance)
-    analysis = Analysis(log, measured, source.workload, predictions, savings)
+    analysis = Analysis(log, measured, source.name, predictions, savings)
     if directory is not None:
         write(analysis, directory)
     if as_json:

@@ -15,7 +15,7 @@ from statistics import median
 from obsspec.analysis.formats import Log, LoggedStep
 from obsspec.analysis.prediction import Prediction
 from obsspec.lab.run import Figures, Point, run
-from obsspec.lab.workload import Distribution, Generation, read, validated
+from obsspec.lab.workload import Workload, read, validated
 from obsspec.lab.world import RecordedTurn, RecordedWorld
 from obsspec.shell import kind_of
 
@@ -87,26 +87,24 @@ POINTS = ("sequential", "reference", "obsspec, depth 1", "obsspec, depth 2", "cl
 class Source:
     """Where times come from that the log does not have."""
 
-    workload: str
-    """A shipped one, by name."""
-    tool: Distribution
-    generation: Generation
-    step_seconds: float
+    name: str
+    workload: Workload
 
     @classmethod
-    def of(cls, workload: str) -> Source:
-        """Raises InputError where there is no such workload."""
-        content = validated(read(workload), workload)
-        return cls(workload, content.tool.seconds, content.generation, content.server.costs.step(1))
+    def of(cls, name: str) -> Source:
+        """A shipped workload. Raises InputError where there is none of that name."""
+        return cls(name, validated(read(name), name))
 
     def tool_seconds(self, uniform: float) -> float:
-        return self.tool.sample(uniform)
+        tool = self.workload.tool
+        return tool.seconds.sample(uniform) + tool.overhead
 
     def generation_seconds(self, uniform: float) -> float:
-        if self.generation.seconds is not None:
-            return self.generation.seconds.sample(uniform)
-        assert self.generation.tokens is not None
-        return self.generation.tokens.sample(uniform) * self.step_seconds
+        generation = self.workload.generation
+        if generation.seconds is not None:
+            return generation.seconds.sample(uniform)
+        assert generation.tokens is not None
+        return generation.tokens.sample(uniform) * self.workload.server.costs.step(1)
 
 
 def times(log: Log, source: Source, seed: int = 0) -> list[list[Times]]:
