@@ -13,24 +13,21 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import anyio
 from rich.console import Console
 from rich.table import Table
 
-from obsspec.predictors import SANDBOX, Cascade, Memory, Rules
+from obsspec.analysis.formats import Log, read_log
+from obsspec.analysis.prediction import Prediction, predict, predictors
+from obsspec.predictors import Memory, Rules
 from obsspec.rates import Rate
-from obsspec.types import Draft, Exchange, Observation, Predictor, Query
+from obsspec.types import Draft, Observation, Predictor, Query
 
-LIKELY = 0.5
-"""A step counts as attempted where the best draft has at least this probability."""
 BINS = 10
 
 
@@ -40,7 +37,7 @@ class Score:
 
     steps: int = 0
     attempted: Rate = field(default_factory=Rate)
-    """Best drafts of at least LIKELY, and those of them that were exact."""
+    """Best drafts of a probability of at least one half, and those of them that were exact."""
     any_exact: int = 0
     """Steps where one of the drafts was exact, however unlikely."""
     squared_error: float = 0.0
@@ -51,19 +48,17 @@ class Score:
     seconds: float = 0.0
     """CPU time of all predictions."""
 
-    def count(self, drafts: list[Draft], observed: str, seconds: float) -> None:
+    def count(self, prediction: Prediction) -> None:
         self.steps += 1
-        self.seconds += seconds
-        self.any_exact += any(draft.text == observed for draft in drafts)
-        best = max(drafts, key=lambda draft: draft.probability, default=None)
-        if best and best.probability >= LIKELY:
-            self.attempted.count(best.text == observed)
-        for draft in drafts:
-            exact = draft.text == observed
-            number = min(int(draft.probability * BINS), BINS - 1)
-            self.bins[number].count(exact)
-            self.probability[number] += draft.probability
-            self.squared_error += (draft.probability - exact) ** 2
+        self.seconds += prediction.seconds
+        self.any_exact += any(guess.exact for guess in prediction.guesses)
+        if prediction.attempted:
+            self.attempted.count(prediction.exact)
+        for guess in prediction.guesses:
+            number = min(int(guess.probability * BINS), BINS - 1)
+            self.bins[number].count(guess.exact)
+            self.probability[number] += guess.probability
+            self.squared_error += (guess.probability - guess.exact) ** 2
 
     def figures(self) -> dict[str, Any]:
         drafts = sum(rate.attempts for rate in self.bins)
@@ -90,52 +85,52 @@ def share(rate: Rate) -> float | None:
     return rate.hits / rate.attempts if rate.attempts else None
 
 
-def trajectories(log: Path) -> Iterator[tuple[str, list[Exchange]]]:
-    """The task and the exchanges of each trajectory. Steps that executed nothing are left out."""
-    with gzip.open(log, "rt") if log.suffix == ".gz" else log.open() as lines:
-        rows = [json.loads(line) for line in lines]
-    executed = [row for row in rows if row["output"] is not None and row["command"] and row["command"] != "submit"]
-    for (task, _), steps in groupby(executed, key=lambda row: (row["task"], row.get("trial"))):
-        yield (
-            task,
-            [Exchange(row["command"], SANDBOX.render(row["output"], row.get("returncode") or 0)) for row in steps],
-        )
+class LearnsLate:
+    """Learns from a rollout only when the next one begins, so that only earlier ones help."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._unlearnt: list[tuple[Query, Observation]] = []
+
+    async def predict(self, query: Query, propose: Callable[[Draft], None]) -> None:
+        if not query.history:
+            for each in self._unlearnt:
+                self._predictor.learn(*each)
+            self._unlearnt.clear()
+        await self._predictor.predict(query, propose)
+
+    async def prepare(self, query: Query) -> None:
+        await self._predictor.prepare(query)
+
+    def learn(self, query: Query, observation: Observation) -> None:
+        self._unlearnt.append((query, observation))
 
 
-async def replay(log: Path, predictor: Predictor, *, learn_late: bool = False) -> Score:
-    """Predict every step of a log. ``learn_late``: learn from a trajectory only when it is over, so that only earlier
-    trajectories help."""
-    score = Score()
-    for task, exchanges in trajectories(log):
-        unlearnt = []
-        for number, exchange in enumerate(exchanges):
-            query = Query(task, "", tuple(exchanges[:number]), exchange.command)
-            drafts: list[Draft] = []
-            start = time.process_time()
-            await predictor.predict(query, drafts.append)
-            score.count(merged(drafts), exchange.observation, time.process_time() - start)
-            unlearnt.append((query, Observation(exchange.observation)))
-            if not learn_late:
-                predictor.learn(*unlearnt.pop())
-        for each in unlearnt:
-            predictor.learn(*each)
-    return score
+def executed(file: Path) -> Log:
+    """A log without the steps that executed nothing: InterCode's ``submit`` ends a rollout."""
+    log = read_log(file)
+    steps = [tuple(step for step in rollout.steps if step.command != "submit") for rollout in log.rollouts]
+    rollouts = [replace(rollout, steps=left) for rollout, left in zip(log.rollouts, steps, strict=True)]
+    return replace(log, rollouts=rollouts)
 
 
-def merged(drafts: list[Draft]) -> list[Draft]:
-    """One draft for each text: a cascade proposes a text again where its probability has risen."""
-    return list({draft.text: draft for draft in sorted(drafts, key=lambda draft: draft.probability)}.values())
+def score(log: Log, predictor: Predictor) -> Score:
+    result = Score()
+    for prediction in predict(log, predictor, lambda: None):
+        result.count(prediction)
+    return result
 
 
-async def measure(log: Path) -> dict[str, Any]:
-    harness = replace(SANDBOX, keeps_directory=keeps_directory(log))
-    rules, memory = Rules(harness), Memory()
-    cascade = Cascade({"rules": Rules(harness), "memory": Memory()})
+def measure(file: Path) -> dict[str, Any]:
+    log = executed(file)
+    asked = predictors(log)
+    rules, memory = asked["rules"], asked["memory"]
+    assert isinstance(rules, Rules) and isinstance(memory, Memory)
     scores = {
-        "rules": await replay(log, rules),
-        "memory": await replay(log, memory),
-        "memory, earlier trajectories": await replay(log, Memory(), learn_late=True),
-        "cascade": await replay(log, cascade),
+        "rules": score(log, rules),
+        "memory": score(log, memory),
+        "memory, earlier trajectories": score(log, LearnsLate(Memory())),
+        "cascade": score(log, asked["rules + memory"]),
     }
     by_rule: dict[str, dict[str, int]] = {
         rule: {"attempts": rate.attempts, "exact": rate.hits}
@@ -147,17 +142,11 @@ async def measure(log: Path) -> dict[str, Any]:
         if rank == 0 and kind == "all":
             by_level[level] = {"attempts": rate.attempts, "exact": rate.hits}
     return {
-        "log": log.name,
-        "predictors": {name: score.figures() for name, score in scores.items()},
+        "log": file.name,
+        "predictors": {name: each.figures() for name, each in scores.items()},
         "rules": by_rule,
         "memory levels": dict(by_level),
     }
-
-
-def keeps_directory(log: Path) -> bool:
-    """InterCode, which has trials, keeps the directory between commands; mini-swe-agent starts a shell for each."""
-    with gzip.open(log, "rt") if log.suffix == ".gz" else log.open() as lines:
-        return "trial" in json.loads(next(lines))
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
@@ -223,7 +212,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for log in arguments.logs:
         check(parser, log)
-    results = [anyio.run(measure, log) for log in arguments.logs]
+    results = [measure(log) for log in arguments.logs]
     console = Console(width=max(Console().width, 120))
     for result in results:
         show(console, result)

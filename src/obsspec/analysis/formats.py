@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from obsspec.errors import InputError
 from obsspec.predictors.harness import SANDBOX
@@ -152,28 +152,28 @@ def _lines(text: str) -> Iterator[tuple[str, Any]]:
 
 def _read_rows(file: Path, content: Iterable[tuple[str, Any]], log: Log, named: bool) -> None:
     """Rows of one file, each with its place. A file without any good one counts as bad only where it was ``named``."""
-    rows: list[tuple[str, Json]] = []
+    rows: list[_Row] = []
     bad: list[str] = []
     for place, row in content:
         if not isinstance(row, dict):
             bad.append(f"{file}, {place}: not a JSON object")
-        elif _reader(row) or "role" in row or "command" in row:
-            rows.append((f"{file}, {place}", row))
+        elif (reader := _reader(row)) or "role" in row or "command" in row:
+            kind: _RowKind = "document" if reader else "message" if "role" in row else "step"
+            rows.append(_Row(f"{file}, {place}", row, kind, reader))
         else:
             bad.append(f"{file}, {place}: has neither messages nor command and output")
     if rows or named:
         log.skipped += bad
-    for kind, group in groupby(rows, key=lambda row: _line_kind(row[1])):
-        if kind == "document":
-            for where, row in group:
-                reader = _reader(row)
-                assert reader is not None
-                _add(log, where, reader, row, _task(row, file))
-        elif kind == "message":
-            for messages in _conversations(row for _, row in group):
+    for kind, group in groupby(rows, key=lambda row: row.kind):
+        if kind == "message":
+            for messages in _conversations(row.content for row in group):
                 _add(log, str(file), _OPENAI, {"messages": messages}, _task({"messages": messages}, file))
+        elif kind == "step":
+            _add_steps(log, group)
         else:
-            _add_steps(log, list(group))
+            for each in group:
+                assert each.reader is not None
+                _add(log, each.where, each.reader, each.content, _task(each.content, file))
 
 
 def _conversations(messages: Iterable[Json]) -> Iterator[list[Json]]:
@@ -187,15 +187,25 @@ def _conversations(messages: Iterable[Json]) -> Iterator[list[Json]]:
     yield conversation
 
 
-def _line_kind(row: Json) -> str:
-    return "document" if _reader(row) else "message" if "role" in row else "step"
-
-
 @dataclass(frozen=True, slots=True)
 class _Reader:
     name: str
     steps: Callable[[Json], Iterable[LoggedStep | float]]
     """The steps, and the seconds of generations that asked for none."""
+
+
+_RowKind = Literal["document", "message", "step"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One line of a file, or one item of a list in it."""
+
+    where: str
+    content: Json
+    kind: _RowKind
+    reader: _Reader | None
+    """Of a document."""
 
 
 def _add(log: Log, where: str, reader: _Reader, document: Json, task: str) -> None:
@@ -276,15 +286,16 @@ _TASK_KEYS = ("task", "task_id", "task_name", "instance_id")
 # JSON lines of steps.
 
 
-def _add_steps(log: Log, rows: list[tuple[str, Json]]) -> None:
+def _add_steps(log: Log, rows: Iterable[_Row]) -> None:
     """Rows with a name of their rollout may be mixed with those of others; rows without follow one another."""
     rollouts: list[tuple[str, list[LoggedStep]]] = []
     latest: dict[tuple[str, str], tuple[int, list[LoggedStep]]] = {}
-    for where, row in rows:
+    for each in rows:
+        row = each.content
         try:
             step = _plain_step(row)
         except _UnreadableError as error:
-            log.skipped.append(f"{where}: {error}")
+            log.skipped.append(f"{each.where}: {error}")
             continue
         if step is None:
             continue
@@ -323,9 +334,9 @@ def _seconds(row: Json, key: str) -> float | None:
     value = row.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LONGEST:
-        raise _UnreadableError(f"{key} must be a number of seconds from 0 to {_LONGEST:.0f}, not {value!r:.40}")
-    return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _UnreadableError(f"{key} must be a number of seconds, not {value!r:.40}")
+    return float(_checked(value, key))
 
 
 def _step(command: Any, observation: str, seconds: float | None = None, generating: float | None = None) -> LoggedStep:
@@ -345,15 +356,16 @@ def _writable(text: str) -> str:
 def _messages(document: Json) -> Iterator[LoggedStep | float]:
     """Several calls in one message are one step: the policy goes on when all have been answered."""
     messages = document["messages"]
-    calls_tools = any(_calls(message) for message in messages)
+    called = [_calls(message) for message in messages]
+    calls_tools = any(called)
     asked: dict[str, str] = {}
     answers: dict[str, str] = {}
     asked_at = observed_at = generating = None
-    for message in messages:
+    for message, calls in zip(messages, called, strict=True):
         role, time = message.get("role"), _time(message)
         if role == "assistant":
             # Where tools are called, a block of bash in a text is none that is run.
-            commands = _calls(message) if calls_tools else _blocks(message)
+            commands = calls if calls_tools else _blocks(message)
             if not commands and asked:
                 continue  # A remark between a call and its answer.
             if asked:
@@ -362,7 +374,7 @@ def _messages(document: Json) -> Iterator[LoggedStep | float]:
             if not commands and generating is not None:
                 yield generating
             asked, answers, asked_at, observed_at = commands, {}, time, time
-        elif asked and (role == "tool" or (role == "user" and (not calls_tools or _is_output(message)))):
+        elif asked and (role == "tool" or (role == "user" and (not calls_tools or "raw_output" in _extra(message)))):
             unanswered = next((key for key in asked if key not in answers), None)
             key = message.get("tool_call_id")
             key = key if key in asked else unanswered
@@ -395,9 +407,9 @@ _OPENAI = _Reader("OpenAI messages", _messages)
 
 def _calls(message: Json) -> dict[str, str]:
     """What a message of the policy calls, in its order: by the id that the answer names, or by place."""
-    extra = message.get("extra")
-    if isinstance(extra, dict) and isinstance(extra.get("actions"), list):
-        actions = [each if isinstance(each, dict) else {"command": each} for each in extra["actions"]]
+    actions = _extra(message).get("actions")
+    if isinstance(actions, list):
+        actions = [each if isinstance(each, dict) else {"command": each} for each in actions]
         return {str(each.get("tool_call_id") or place): each["command"] for place, each in enumerate(actions)}
     calls = message.get("tool_calls") or []
     return {
@@ -412,9 +424,10 @@ def _blocks(message: Json) -> dict[str, str]:
     return {"": blocks[0].strip()} if len(blocks) == 1 else {}
 
 
-def _is_output(message: Json) -> bool:
+def _extra(message: Json) -> Json:
+    """What mini-swe-agent adds to a message."""
     extra = message.get("extra")
-    return isinstance(extra, dict) and "raw_output" in extra
+    return extra if isinstance(extra, dict) else {}
 
 
 _FENCED = re.compile(r"```(?:bash|sh|shell|mswea_bash_command)\s*\n(.*?)\n?```", re.DOTALL)
@@ -440,8 +453,8 @@ def _call(name: str, arguments: Any) -> str:
 
 
 def _message_observation(message: Json) -> str:
-    extra = message.get("extra")
-    if isinstance(extra, dict) and isinstance(extra.get("raw_output"), str):
+    extra = _extra(message)
+    if isinstance(extra.get("raw_output"), str):
         return _observation(extra["raw_output"], extra.get("returncode"))
     text = _text(message.get("content"))
     if match := _RETURNCODE.fullmatch(text.strip()):
@@ -461,8 +474,7 @@ def _text(content: Any) -> str:
 
 def _time(message: Json) -> float | None:
     """When a message came, in seconds."""
-    extra = message.get("extra")
-    for content in (message, extra if isinstance(extra, dict) else {}):
+    for content in (message, _extra(message)):
         value = content.get("timestamp", content.get("created_at"))
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e14:
             return float(value) / (1000 if value > 1e11 else 1)  # 1e11 seconds are in the year 5138.
@@ -513,7 +525,7 @@ def _obsspec(document: Json) -> Iterator[LoggedStep | float]:
     for turn in document["turns"]:
         generating = sum(until - since for since, until in turn["generating"])
         if turn["executing"] is None:
-            yield float(generating)
+            yield generating
         else:
             start, end = turn["executing"]
             yield _step(turn["command"], turn["observation"], end - start, generating)
