@@ -27,9 +27,9 @@ from obsspec.speculation import Settings, Speculator
 from obsspec.tasks import Instance
 from obsspec.tasks.problem import ExpertStep
 from obsspec.testing import ScriptedEnvironment
-from obsspec.training import warmstart as warmstart_module
+from obsspec.training import finetune as finetune_module
+from obsspec.training.finetune import Recipe, schedule
 from obsspec.training.trajectories import (
-    IGNORED,
     ExpertRun,
     Row,
     collect,
@@ -37,7 +37,7 @@ from obsspec.training.trajectories import (
     read_runs,
     world_model_rows,
 )
-from obsspec.training.warmstart import Recipe, Score, evaluate, schedule, warmstart
+from obsspec.training.warmstart import Score, evaluate, warmstart
 from obsspec.types import Chunk, Exchange, Finish, Observation, Query, Request, Sampling, Task
 
 torch.set_num_threads(1)  # A network this small only waits for others.
@@ -58,13 +58,7 @@ RUN = ExpertRun(
 
 def learned(row: Row) -> list[str]:
     """The texts that a row teaches."""
-    texts: list[list[int]] = [[]]
-    for label in row.labels:
-        if label != IGNORED:
-            texts[-1].append(label)
-        elif texts[-1]:
-            texts.append([])
-    return [FORMAT.decode(tuple(tokens)) for tokens in texts if tokens]
+    return [FORMAT.decode(row.tokens[span.start : span.end]) for span in row.spans]
 
 
 class Expert:
@@ -98,14 +92,14 @@ async def test_policy_row_is_the_rollout() -> None:
     trajectory = await rollout(speculator, Task(RUN.task, RUN.instruction), environment.open)
     row = policy_row(replace(RUN, mistakes=(False, False, False)), chat)
     assert row.tokens == trajectory.context.tokens
-    assert tuple(label != IGNORED for label in row.labels) == trajectory.context.mask
+    learned_tokens = {place for span in row.spans for place in range(span.start, span.end)}
+    assert tuple(place in learned_tokens for place in range(len(row.tokens))) == trajectory.context.mask
 
 
 def test_policy_does_not_learn_mistakes() -> None:
     row = policy_row(RUN, TerminalChat(FORMAT))
     assert learned(row) == ["```bash\nls\n```<|im_end|>", "```bash\ntouch c\n```<|im_end|>", "done<|im_end|>"]
     assert "ls /wrok" in FORMAT.decode(row.tokens)
-    assert all(label in (IGNORED, token) for token, label in zip(row.tokens, row.labels, strict=True))
 
 
 async def prompts_of(run: ExpertRun, limits: Limits) -> list[tuple[int, ...]]:
@@ -120,11 +114,10 @@ async def prompts_of(run: ExpertRun, limits: Limits) -> list[tuple[int, ...]]:
 
 @pytest.mark.anyio
 async def test_world_model_row_is_what_the_predictor_reads() -> None:
-    (row,) = world_model_rows(RUN, WorldModelChat(FORMAT), Limits())
+    (row,) = world_model_rows(RUN.instruction, RUN.exchanges, [1.0] * 3, WorldModelChat(FORMAT), Limits())
     assert learned(row) == [exchange.observation + "<|im_end|>" for exchange in RUN.exchanges]
     prompts = await prompts_of(RUN, Limits())
-    starts = [i for i in range(1, len(row.labels)) if row.labels[i] != IGNORED and row.labels[i - 1] == IGNORED]
-    assert [row.tokens[:start] for start in starts] == prompts
+    assert [row.tokens[: span.start] for span in row.spans] == prompts
 
 
 @pytest.mark.anyio
@@ -132,11 +125,11 @@ async def test_long_runs_and_observations_stay_within_what_the_predictor_reads()
     limits = Limits(context_tokens=400, draft_tokens=60, observation_characters=50)
     exchanges = [Exchange(f"cat {i}", "long " * 40 if i % 4 == 3 else f"line {i}") for i in range(12)]
     run = replace(RUN, exchanges=tuple(exchanges), mistakes=(False,) * 12)
-    rows = world_model_rows(run, WorldModelChat(FORMAT), limits)
+    rows = world_model_rows(run.instruction, exchanges, [1.0] * 12, WorldModelChat(FORMAT), limits)
     assert len(rows) > 1
     assert max(len(row.tokens) for row in rows) <= limits.context_tokens
     assert [text for row in rows for text in learned(row)] == [f"line {i}<|im_end|>" for i in range(12) if i % 4 != 3]
-    for prompt in await prompts_of(run, limits):
+    for prompt in (await prompts_of(run, limits))[:-1]:  # The answer to the last is too long to be learned.
         assert any(row.tokens[: len(prompt)] == prompt for row in rows)
 
 
@@ -244,7 +237,7 @@ def test_an_interrupted_training_ends_in_the_same_adapter(
 ) -> None:
     recipe = replace(RECIPE, tokens=3_000)
     warmstart("policy", RUNS, tmp_path / "whole", recipe, base, Console(quiet=True))
-    monkeypatch.setattr(warmstart_module, "_CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(finetune_module, "_CHECKPOINT_SECONDS", 0.0)
     for lines in (2, 3):
         with pytest.raises(KeyboardInterrupt):
             warmstart("policy", RUNS, tmp_path / "parts", recipe, base, Interrupting(lines))

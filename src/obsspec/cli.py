@@ -251,8 +251,8 @@ def warmstart(
             import torch
 
             from obsspec.models import DEFAULT_MODEL
+            from obsspec.training.finetune import Recipe
             from obsspec.training.trajectories import collect, read_runs
-            from obsspec.training.warmstart import Recipe
             from obsspec.training.warmstart import warmstart as train
 
         recipe = Recipe(tokens=tokens, learning_rate=learning_rate, rank=rank, seed=seed)

@@ -6,7 +6,7 @@ nothing is learned on other tokens than those it will see. Its labels say which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,9 +23,6 @@ from obsspec.types import Exchange, Generation, OpenEnvironment, Query
 
 Role = Literal["policy", "world_model"]
 """What an adapter makes of the base model: it writes commands, or what they print."""
-
-IGNORED = -100
-"""The label of a token that is read but not learned, as in PyTorch's cross-entropy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +44,28 @@ class ExpertRun:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive tokens of a row that are learned: a whole command, or a whole observation and its end."""
+
+    start: int
+    end: int
+    """Of the token after the last."""
+    weight: float = 1.0
+    """How much the loss of each of its tokens counts."""
+    place: int = 0
+    """Which of the run's steps it is, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence to train on. ``labels`` is as long as ``tokens``: the token itself, or ``IGNORED``."""
+    """One sequence to train on. What is in none of its ``spans`` is read but not learned."""
 
     tokens: Tokens
-    labels: Tokens
+    spans: tuple[Span, ...]
 
     def cut(self, length: int) -> Row:
-        """At most the first ``length`` tokens."""
-        return Row(self.tokens[:length], self.labels[:length])
+        """At most the first ``length`` tokens, and the spans that are whole in them."""
+        return Row(self.tokens[:length], tuple(span for span in self.spans if span.end <= length))
 
 
 async def collect(
@@ -100,43 +110,52 @@ def rows(role: Role, run: ExpertRun, chat_format: ChatFormat) -> list[Row]:
     """What one run teaches."""
     if role == "policy":
         return [policy_row(run, TerminalChat(chat_format))]
-    return world_model_rows(run, WorldModelChat(chat_format), Limits())
+    return world_model_rows(
+        run.instruction, run.exchanges, [1.0] * len(run.exchanges), WorldModelChat(chat_format), Limits()
+    )
 
 
 def policy_row(run: ExpertRun, chat: TerminalChat) -> Row:
     """The whole run as its policy sees it. Learned are the commands that are no mistakes, and the final ``done``."""
     pieces = _Pieces(chat.start(run.instruction))
-    for exchange, mistake in zip(run.exchanges, run.mistakes, strict=True):
+    for turn, (exchange, mistake) in enumerate(zip(run.exchanges, run.mistakes, strict=True)):
         action = chat.action_tokens(exchange.command)
-        pieces.add(action, learned=not mistake)
-        pieces.add(chat.observe(Generation(action, finish="stop"), exchange.observation), learned=False)
-    pieces.add(chat.done_tokens(), learned=True)
+        pieces.add(action, 0.0 if mistake else 1.0, turn)
+        pieces.add(chat.observe(Generation(action, finish="stop"), exchange.observation))
+    pieces.add(chat.done_tokens(), 1.0, len(run.exchanges))
     return pieces.row()
 
 
-def world_model_rows(run: ExpertRun, chat: WorldModelChat, limits: Limits) -> list[Row]:
-    """Every prompt that the predictor makes of the run, with its answer. Learned are the answers.
+def world_model_rows(
+    instruction: str,
+    exchanges: Sequence[Exchange],
+    weights: Sequence[float],
+    chat: WorldModelChat,
+    limits: Limits,
+) -> list[Row]:
+    """Every prompt that the predictor makes of a rollout, with its answer. Learned are the answers.
 
-    Prompts that continue one another share a row, so a run is one row unless its prompts start again. An answer that
-    the predictor would give up as too long is not learned.
+    ``weights``: one for each exchange, how much its answer counts; 0 for what is only read. Prompts that continue one
+    another share a row, so a rollout is one row unless its prompts start again. An answer that the predictor would give
+    up as too long is not learned.
     """
     prompts = Prompts(chat, limits)
     finished: list[_Pieces] = []
     current = _Pieces()
-    for turn, exchange in enumerate(run.exchanges):
-        context = prompts.of(Query(run.task, run.instruction, run.exchanges[:turn], exchange.command))
+    for turn, (exchange, weight) in enumerate(zip(exchanges, weights, strict=True)):
+        context = prompts.of(Query("", instruction, tuple(exchanges[:turn]), exchange.command))
         if context is None:
             continue
         prompt = context.tokens
         if prompt[: len(current.tokens)] != tuple(current.tokens):
             finished.append(current)
             current = _Pieces()
-        current.add(prompt[len(current.tokens) :], learned=False)
+        current.add(prompt[len(current.tokens) :])
         answer = chat.answer(exchange.observation)
         if len(answer) <= limits.draft_tokens:
-            current.add(answer, learned=True)
+            current.add(answer, weight, turn)
     rows = [pieces.row() for pieces in (*finished, current)]
-    return [row for row in rows if any(label != IGNORED for label in row.labels)]
+    return [row for row in rows if row.spans]
 
 
 class _Pieces:
@@ -144,14 +163,18 @@ class _Pieces:
 
     def __init__(self, opening: Tokens = ()) -> None:
         self.tokens = list(opening)
-        self._labels = [IGNORED] * len(opening)
+        self._spans: list[Span] = []
 
-    def add(self, tokens: Tokens, learned: bool) -> None:
+    def add(self, tokens: Tokens, weight: float = 0.0, place: int = 0) -> None:
+        start = len(self.tokens)
         self.tokens += tokens
-        self._labels += tokens if learned else [IGNORED] * len(tokens)
+        if weight:
+            self._spans.append(Span(start, len(self.tokens), weight, place))
 
     def row(self) -> Row:
-        return Row(tuple(self.tokens), tuple(self._labels))
+        """Up to the end of the last span: what follows it teaches nothing."""
+        end = self._spans[-1].end if self._spans else 0
+        return Row(tuple(self.tokens[:end]), tuple(self._spans))
 
 
 async def _run_expert(instance: Instance, open_environment: OpenEnvironment) -> tuple[ExpertRun, float]:
