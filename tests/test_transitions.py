@@ -146,23 +146,49 @@ def test_training_sees_equal_transitions_once(tmp_path: Path) -> None:
         # Where one text ends and the next begins counts.
         add(transitions, "joined", [("command 0a", Observation(""))])
         assert len(transitions) == 7 + 1
-        learned = [(each.rollout, each.observation.text) for each in transitions.for_training()]
-        assert learned == [
-            *(("again", "a"), ("again", "b")),
-            *(("other history", "c"), ("other history", "b")),
-            ("other task", "a"),
-            ("joined", ""),
+        learned = [
+            (each.task, [seen.observation for seen, fresh in zip(each.exchanges, each.fresh, strict=True) if fresh])
+            for each in transitions.for_training()
         ]
+        assert learned == [
+            ("task", [""]),
+            ("other", ["a"]),
+            ("task", ["c", "b"]),
+            ("task", ["a", "b"]),
+            ("task", []),
+        ]
+
+
+def test_a_follower_learns_what_is_new_in_which_rollouts(tmp_path: Path) -> None:
+    with store(tmp_path) as transitions:
+        assert transitions.anywhere(0.5) is None and transitions.rollout("first") is None
+        add(transitions, "first", printing("a", "b"))
+        last, places = transitions.news(0)
+        assert places == {"first": 0}
+        assert transitions.news(last) == (last, {})
+        transitions.add(
+            "first",
+            Query("task", "", tuple(Exchange(f"command {i}", t) for i, t in enumerate("ab")), "x"),
+            Observation("c"),
+        )
+        add(transitions, "second", printing("d"))
+        assert transitions.news(last)[1] == {"first": 2, "second": 0}
+        assert transitions.news(last, most=1)[1] == {"first": 2}
+        assert [transitions.anywhere(at) for at in (0.0, 0.74, 0.76, 0.999)] == ["first", "first", "second", "second"]
+        first = transitions.rollout("first")
+        assert first is not None and [each.observation for each in first.exchanges] == ["a", "b", "c"]
 
 
 def test_what_is_added_meanwhile_does_not_change_what_is_learned(tmp_path: Path) -> None:
     with store(tmp_path) as transitions:
         add(transitions, "first", printing(*map(str, range(150))))
+        add(transitions, "second", printing("other"))
         reading = transitions.for_training()
-        texts = [next(reading).observation.text]
+        assert next(reading).fresh == (True,)
         add(transitions, "again", printing(*map(str, range(150))))
-        texts += [each.observation.text for each in reading]
-    assert texts == [str(place) for place in range(150)]
+        (rest,) = reading
+    assert rest.fresh == (True,) * 150
+    assert [exchange.observation for exchange in rest.exchanges] == [str(place) for place in range(150)]
 
 
 # Bounds.
@@ -306,7 +332,7 @@ def test_any_text_goes_out_and_comes_in(
         assert second.import_from(file) == count
         assert second.import_from(file) == 0
         assert without_ids(second) == without_ids(first)
-        assert [each.query for each in second.for_training()] == [each.query for each in first.for_training()]
+        assert list(second.for_training()) == list(first.for_training())
 
 
 @SUFFIXES
@@ -528,7 +554,7 @@ def test_a_predictor_learns_from_the_store(tmp_path: Path) -> None:
     memory = Memory()
     with store(tmp_path) as transitions:
         add(transitions, "first", printing("a", "b"))
-        for each in transitions.for_training():
+        for each in transitions.after():
             memory.learn(each.query, each.observation)
         last = list(transitions.after())[-1].query
     drafts: list[Draft] = []

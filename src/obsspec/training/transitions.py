@@ -77,10 +77,11 @@ _SELECT = """
 SELECT steps.id, digest, key, place, task, instruction, command, observation, seconds, exit_code, timed_out, created
 FROM steps JOIN rollouts ON rollouts.id = steps.rollout
 """
-_LATEST_OF_EQUALS = """
-AND NOT EXISTS (
+_SELECT_ROLLOUT = """
+SELECT task, instruction, command, observation, seconds, NOT EXISTS (
     SELECT 1 FROM steps AS later WHERE later.digest = steps.digest AND later.id > steps.id AND later.id <= ?
 )
+FROM steps JOIN rollouts ON rollouts.id = steps.rollout WHERE key = ? AND steps.id <= ? ORDER BY place
 """
 
 
@@ -97,6 +98,19 @@ class Transition:
     observation: Observation
     created: float
     """When it was added, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRollout:
+    """All transitions of a rollout so far, in order. The sequences are equally long, and not empty."""
+
+    task: str
+    instruction: str
+    exchanges: tuple[Exchange, ...]
+    seconds: tuple[float, ...]
+    """That the tools took."""
+    fresh: tuple[bool, ...]
+    """False where a later transition has the same task, history, command and observed text: learn that one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +208,60 @@ class Transitions:
         It ends with the latest. To follow other processes call it again with the last id that it gave: none is missed
         but what the bounds have dropped by then.
         """
-        return self._read(id, _LAST, "")
+        query = f"{_SELECT} WHERE steps.id > ? ORDER BY steps.id LIMIT {_BATCH}"
+        while True:
+            with self._transaction("DEFERRED"):  # One view of the file, so that histories are whole.
+                rows = self._database.execute(query, (id,)).fetchall()
+                batch = [self._transition(_stored(row)) for row in rows]
+            if not batch:
+                return
+            yield from batch
+            id = batch[-1].id
 
-    def for_training(self) -> Iterator[Transition]:
-        """The transitions there are now, the latest alone where task, history, command and observed text are equal."""
+    def for_training(self) -> Iterator[StoredRollout]:
+        """The rollouts there are now, the latest first, each as it is now."""
         with self._transaction("DEFERRED"):
-            until = self._database.execute("SELECT coalesce(max(id), 0) FROM steps").fetchone()[0]
-        return self._read(0, until, _LATEST_OF_EQUALS)
+            until = self._latest_id()
+            keys = [key for (key,) in self._database.execute("SELECT key FROM rollouts ORDER BY latest DESC, id DESC")]
+        for key in keys:
+            rollout = self.rollout(key, until)
+            if rollout is not None:  # The bounds may have dropped it meanwhile.
+                yield rollout
+
+    def rollout(self, key: str, until: int = _LAST) -> StoredRollout | None:
+        """A rollout by its name, without what was added after the transition ``until``; None where there is none."""
+        with self._transaction("DEFERRED"):
+            rows = self._database.execute(_SELECT_ROLLOUT, (until, key, until)).fetchall()
+        if not rows:
+            return None
+        tasks, instructions, commands, observations, seconds, fresh = zip(*rows, strict=True)
+        exchanges = tuple(map(Exchange, commands, observations))
+        return StoredRollout(tasks[0], instructions[0], exchanges, seconds, tuple(map(bool, fresh)))
+
+    def news(self, id: int, most: int = 1000) -> tuple[int, dict[str, int]]:
+        """What was added after the transition with this id, at most so many: the id of the last of it, and for each
+        rollout that it belongs to the place, from 0, of the first."""
+        query = "SELECT steps.id, key, place FROM steps JOIN rollouts ON rollouts.id = steps.rollout "
+        with self._transaction("DEFERRED"):
+            rows = self._database.execute(
+                f"{query} WHERE steps.id > ? ORDER BY steps.id LIMIT ?", (id, most)
+            ).fetchall()
+        places: dict[str, int] = {}
+        for _, key, place in rows:
+            places.setdefault(key, place)
+        return (rows[-1][0] if rows else id), places
+
+    def anywhere(self, at: float) -> str | None:
+        """The name of the rollout of the transition at ``at``, in [0, 1), of all there are; None where there is none.
+
+        Where the bounds have dropped some between, those after them are found as often as they would have been.
+        """
+        query = "SELECT key FROM steps JOIN rollouts ON rollouts.id = steps.rollout WHERE steps.id > ? "
+        with self._transaction("DEFERRED"):
+            first = self._database.execute("SELECT coalesce(min(id), 0) FROM steps").fetchone()[0]
+            after = first - 1 + int(at * (self._latest_id() + 1 - first))
+            row = self._database.execute(f"{query} ORDER BY steps.id LIMIT 1", (after,)).fetchone()
+        return None if row is None else str(row[0])
 
     def export_to(self, file: Path) -> int:
         """Writes every transition to a ``.jsonl`` or ``.parquet`` file, and returns how many.
@@ -254,6 +315,9 @@ class Transitions:
             self._drop(kept=None)
         return added
 
+    def _latest_id(self) -> int:
+        return int(self._database.execute("SELECT coalesce(max(id), 0) FROM steps").fetchone()[0])
+
     def _count(self) -> int:
         return int(self._database.execute("SELECT steps FROM size").fetchone()[0])
 
@@ -292,18 +356,6 @@ class Transitions:
                 "(SELECT id FROM rollouts WHERE key IS NOT ? ORDER BY latest, id LIMIT 1)",
                 (kept,),
             ).rowcount
-
-    def _read(self, after: int, until: int, condition: str) -> Iterator[Transition]:
-        query = f"{_SELECT} WHERE steps.id > ? AND steps.id <= ? {condition} ORDER BY steps.id LIMIT {_BATCH}"
-        while True:
-            arguments = (after, until, until) if condition else (after, until)
-            with self._transaction("DEFERRED"):  # One view of the file, so that histories are whole.
-                rows = self._database.execute(query, arguments).fetchall()
-                batch = [self._transition(_stored(row)) for row in rows]
-            if not batch:
-                return
-            yield from batch
-            after = batch[-1].id
 
     def _transition(self, stored: _Stored) -> Transition:
         line = stored.line
