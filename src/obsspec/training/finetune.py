@@ -30,7 +30,6 @@ from peft import (
     PeftModel,
     get_peft_model,
     get_peft_model_state_dict,
-    load_peft_weights,
     set_peft_model_state_dict,
 )
 from rich.console import Console
@@ -121,7 +120,10 @@ class Learner:
         self._trainable = trainable
         self._recipe = recipe
         self._trained = [weight for weight in self.model.parameters() if weight.requires_grad]
-        self._optimizer = torch.optim.AdamW(self._trained, weight_decay=0.0)
+        self._optimizer = self._fresh_optimizer()
+
+    def _fresh_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self._trained, weight_decay=0.0)
 
     def learn(self, rows: Sequence[Row], rate: float = 1.0) -> float:
         """One step of the optimizer at ``rate`` times the recipe's learning rate.
@@ -175,6 +177,11 @@ class Learner:
         self.set_weights(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
 
+    def restart(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from other weights, with nothing left of the optimizer's past."""
+        self.set_weights(weights)
+        self._optimizer = self._fresh_optimizer()
+
     def save(self, directory: Path) -> None:
         """Writes the adapter as PEFT does, or the whole model and its tokenizer as transformers does, in bfloat16."""
         if not isinstance(self.model, PeftModel):
@@ -197,12 +204,6 @@ class Learner:
             adapter: dict[str, torch.Tensor] = get_peft_model_state_dict(self.model, save_embedding_layers=False)
             return adapter
         return dict(self.model.state_dict())
-
-
-def saved_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """Those of the adapter that `Learner.save` wrote to ``directory``."""
-    weights: dict[str, torch.Tensor] = load_peft_weights(str(directory), device="cpu")
-    return {name: weight.float() for name, weight in weights.items()}
 
 
 def finetune(

@@ -1,0 +1,95 @@
+"""Versions of a model in a directory: published whole, by one process, and followed by any number.
+
+    v000001/  v000002/  v000003/    each as PEFT or transformers saves it
+    current.json                    which of them is current, and what is known of it
+
+A version's directory is complete before ``current.json`` names it, and both outlive a loss of power.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from obsspec.errors import InputError, writing
+
+_CURRENT = "current.json"
+_KEPT = 3
+"""Versions that stay: those who follow may still be loading the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A model that was published."""
+
+    number: int
+    """From 1."""
+    directory: Path
+
+
+def current_version(root: Path) -> Version | None:
+    """The version that is current in ``root``; None where nothing was published there.
+
+    Raises InputError where the directory holds something else.
+    """
+    file = root / _CURRENT
+    try:
+        number = json.loads(file.read_bytes())["version"]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file}: not what co-training wrote ({error}); give its directory, or remove it") from None
+    return Version(number, _directory(root, number))
+
+
+def publish_version(root: Path, write: Callable[[Path], None], about: Mapping[str, Any]) -> Version:
+    """Makes a new version current, one higher than any that there was. ``write`` fills its directory.
+
+    ``about``: what is known of it, for ``current.json`` and its own ``version.json``. One process publishes at a time.
+    Raises InputError where ``root`` cannot be written; then the version before stays current.
+    """
+    with writing(root, "directory"):
+        root.mkdir(parents=True, exist_ok=True)
+        numbers = _numbers(root)
+        version = max(numbers, default=0) + 1
+        described = json.dumps({"version": version, **about}, indent=1) + "\n"
+        with tempfile.TemporaryDirectory(dir=root, prefix="writing-", ignore_cleanup_errors=True) as scratch:
+            new = Path(scratch) / "new"
+            new.mkdir()
+            write(new)
+            (new / "version.json").write_text(described)
+            for file in new.rglob("*"):
+                _sync(file)
+            _sync(new)
+            new.rename(_directory(root, version))
+            (Path(scratch) / _CURRENT).write_text(described)
+            _sync(Path(scratch) / _CURRENT)
+            (Path(scratch) / _CURRENT).replace(root / _CURRENT)
+        _sync(root)
+        for number in sorted(numbers)[: -_KEPT + 1]:
+            shutil.rmtree(_directory(root, number), ignore_errors=True)
+    return Version(version, _directory(root, version))
+
+
+def _directory(root: Path, number: int) -> Path:
+    return root / f"v{number:06}"
+
+
+def _numbers(root: Path) -> list[int]:
+    names = (re.fullmatch(r"v(\d{6,})", path.name) for path in root.iterdir())
+    return [int(name[1]) for name in names if name]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
