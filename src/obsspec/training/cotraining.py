@@ -19,14 +19,13 @@ import torch
 
 from obsspec.chat import ChatFormat, WorldModelChat
 from obsspec.errors import InputError, writing
-from obsspec.predictors.language_model import Limits
 from obsspec.training.finetune import Learner, Recipe, Trainable
-from obsspec.training.trajectories import Row, world_model_rows
+from obsspec.training.trajectories import Row
 from obsspec.training.transitions import StoredRollout, Transitions
 from obsspec.training.versions import Version, publish_version
-from obsspec.training.world_model import Weighting, rows_of
+from obsspec.training.world_model import Weighting, foretold, rows_of
 
-_WARM_STEPS = 20
+_WARM_STEPS = 10
 """Over which the learning rate rises."""
 _MOST_WAITING = 1000
 """New rollouts that wait to be trained on. More than these are learned only as they are drawn from all there is."""
@@ -167,7 +166,7 @@ class CoTraining:
         if rows:
             self._learn(rows)
         else:
-            self._owed = 0.0
+            self._owed = min(0.0, self._owed)  # What is left can be found nowhere.
         return bool(rollouts or rows)
 
     def publish(self) -> Version | None:
@@ -206,25 +205,17 @@ class CoTraining:
 
     def _score(self, rollout: StoredRollout, first: int) -> None:
         """What was observed from place ``first`` on, by the weights in training and by the published ones."""
-        weights = [1.0 if place >= first else 0.0 for place in range(len(rollout.exchanges))]
-        rows = world_model_rows(rollout.instruction, rollout.exchanges, weights, self._chat, Limits())
-        exact = self._exact(rows)
+        exact = foretold(self._learner.model, rollout, self._chat, first)
         published = exact
         if self._changed:
             training = self._learner.weights()
             self._learner.set_weights(self._published)
-            published = self._exact(rows)
+            published = foretold(self._learner.model, rollout, self._chat, first)
             self._learner.set_weights(training)
         for place in range(first, len(rollout.exchanges)):
             scored = Scored(place in exact, place in published, rollout.seconds[place])
             self.scored.append(scored)
             self._compared.append(scored)
-
-    def _exact(self, rows: list[Row]) -> set[int]:
-        """The places that are foretold."""
-        return {
-            span.place for row in rows for span, right in zip(row.spans, self._learner.exact(row), strict=True) if right
-        }
 
     def _batch(self) -> list[Row]:
         """So many rows as a step has, of what is new and of all there is; fewer where there is little to learn."""

@@ -152,10 +152,6 @@ class Learner:
         self._optimizer.zero_grad()
         return float(loss)
 
-    def exact(self, row: Row) -> list[bool]:
-        """See `exact_spans`."""
-        return exact_spans(self.model, row)
-
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy."""
         return {name: weight.detach().cpu().clone() for name, weight in self._state().items()}

@@ -22,6 +22,7 @@ from obsspec.training.transitions import StoredRollout, Transitions
 from obsspec.types import Exchange
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Weighting = Literal["uniform", "seconds"]
@@ -127,11 +128,20 @@ def evaluate(
     chat = WorldModelChat(ChatFormat(tokenizer))
     tallies: dict[str, Tally] = defaultdict(Tally)
     for rollout in rollouts:
-        rows = world_model_rows(rollout.instruction, rollout.exchanges, [1.0] * len(rollout.exchanges), chat, Limits())
-        exact = {
-            span.place for row in rows for span, right in zip(row.spans, exact_spans(model, row), strict=True) if right
-        }
+        exact = foretold(model, rollout, chat)
         for place, (exchange, seconds) in enumerate(zip(rollout.exchanges, rollout.seconds, strict=True)):
             tallies[kind_of(exchange.command)].add(place in exact, seconds)
         finished()
     return dict(sorted(tallies.items(), key=lambda item: -item[1].steps))
+
+
+def foretold(
+    model: PreTrainedModel | PeftModel, rollout: StoredRollout, chat: WorldModelChat, first: int = 0
+) -> set[int]:
+    """The places, from ``first`` on, whose observation greedy decoding after the true history writes exactly."""
+    weights = [1.0 if place >= first else 0.0 for place in range(len(rollout.exchanges))]
+    rows = world_model_rows(rollout.instruction, rollout.exchanges, weights, chat, Limits())
+    exact = (
+        (span.place, right) for row in rows for span, right in zip(row.spans, exact_spans(model, row), strict=True)
+    )
+    return {place for place, right in exact if right}
