@@ -121,7 +121,7 @@ class CoTraining:
         self.scored: deque[Scored] = deque(maxlen=pace.window)
         """The latest, the newest last."""
         self._transitions = transitions
-        self._directory = directory
+        self.directory = directory
         self._checkpoint = directory / "checkpoint"
         self._recipe = recipe
         self._pace = pace
@@ -279,7 +279,7 @@ class CoTraining:
             "steps": self.figures.steps,
             "transitions": self.figures.seen,
         }
-        version = publish_version(self._directory, self._learner.save, about)
+        version = publish_version(self.directory, self._learner.save, about)
         self._published = self._learner.weights()
         self._changed = False
         self._compared.clear()

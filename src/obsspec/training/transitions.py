@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from threading import Lock
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal, Protocol
 from uuid import uuid4
 
 import anyio
@@ -315,6 +315,32 @@ class Transitions:
             self._drop(kept=None)
         return added
 
+    def receive(self, content: bytes) -> tuple[int, int]:
+        """Adds lines such as `posted_line` makes. Returns how many were added, and how many had nothing to be added to.
+
+        A line that is there already is neither, so what was sent may be sent again. Raises ValueError that names the
+        first line that is none, and then adds nothing.
+        """
+        lines = []
+        for number, line in enumerate(content.splitlines(), start=1):
+            try:
+                lines.append(_ADAPTER.validate_json(line))
+            except ValidationError as error:
+                raise ValueError(f"line {number}: {wrong_field(error, 'the line')}") from None
+        added = homeless = 0
+        with self._transaction("IMMEDIATE"):
+            for line in lines:
+                if self._find(line.rollout, line.place) is not None:
+                    continue
+                previous = self._find(line.rollout, line.place - 1) if line.place else None
+                if line.place and (previous is None or not _same_rollout(previous.line, line)):
+                    homeless += 1
+                    continue
+                self._insert(line, previous.digest if previous else _digest(b"", line.task))
+                added += 1
+            self._drop(kept=lines[-1].rollout if lines else None)
+        return added, homeless
+
     def _latest_id(self) -> int:
         return int(self._database.execute("SELECT coalesce(max(id), 0) FROM steps").fetchone()[0])
 
@@ -383,7 +409,19 @@ class Transitions:
                 raise
 
 
-def recorded(open_environment: OpenEnvironment, transitions: Transitions) -> OpenEnvironment:
+class Recorder(Protocol):
+    """Where transitions go: `Transitions`, or what sends them elsewhere."""
+
+    def add(self, rollout: str, query: Query, observation: Observation) -> int | None:
+        """See `Transitions.add`. Called in a thread, one call at a time."""
+
+
+def posted_line(rollout: str, query: Query, observation: Observation) -> bytes:
+    """A transition for `Transitions.receive`: a line of JSON, without the earlier steps of its rollout."""
+    return _ADAPTER.dump_json(_line(rollout, query, observation, time.time())) + b"\n"
+
+
+def recorded(open_environment: OpenEnvironment, transitions: Recorder) -> OpenEnvironment:
     """The same environment; each command is in ``transitions`` before the policy reads what was observed.
 
     An environment executes what is committed and nothing else, so this is what the rollouts really did, in any loop and
@@ -402,7 +440,7 @@ def recorded(open_environment: OpenEnvironment, transitions: Transitions) -> Ope
 
 class _Recorded:
     def __init__(
-        self, environment: Environment, transitions: Transitions, task: Task, writer: anyio.CapacityLimiter
+        self, environment: Environment, transitions: Recorder, task: Task, writer: anyio.CapacityLimiter
     ) -> None:
         self._environment = environment
         self._transitions = transitions

@@ -1,0 +1,131 @@
+"""Transitions that are sent to another machine's co-training over HTTP, as rollouts make them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import Empty, Full, Queue
+from threading import Event, Thread
+
+import httpx
+
+from obsspec.errors import InputError
+from obsspec.training.transitions import posted_line
+from obsspec.types import Observation, Query
+
+_log = logging.getLogger(__name__)
+_MOST_WAITING = 20_000
+_BATCH = 200
+_RETRY_SECONDS = 1.0
+_LAST_SECONDS = 20.0
+"""For what still waits when the rollouts have ended."""
+
+
+class PostedTransitions:
+    """Sends transitions to ``obsspec world-model serve``. A ``transitions.Recorder``.
+
+    They wait in memory while the service cannot be reached, and rollouts go on meanwhile. So what waits is lost where
+    this process is killed, and the oldest where very many wait: for a record that outlives both, write a store.
+    """
+
+    def __init__(self, client: httpx.Client, url: str) -> None:
+        self.lost = 0
+        """Transitions that were not taken."""
+        self._client = client
+        self._url = url
+        self._waiting: Queue[bytes] = Queue(_MOST_WAITING)
+        self._ending = Event()
+        self._complained = False
+
+    @classmethod
+    @contextmanager
+    def open(cls, url: str) -> Iterator[PostedTransitions]:
+        """To the service at ``url``. When the block ends, what waits is sent, for some seconds.
+
+        Raises InputError where nothing of the kind is there.
+        """
+        with httpx.Client(timeout=30.0) as client:
+            posted = cls(client, url.rstrip("/"))
+            posted._check()
+            sender = Thread(target=posted._send_all, name="transitions", daemon=True)
+            sender.start()
+            try:
+                yield posted
+            finally:
+                posted._ending.set()
+                sender.join()
+                if posted.lost:
+                    _log.warning("%s: %d transitions could not be sent", url, posted.lost)
+
+    def add(self, rollout: str, query: Query, observation: Observation) -> None:
+        line = posted_line(rollout, query, observation)
+        while True:
+            try:
+                self._waiting.put_nowait(line)
+                return
+            except Full:
+                try:
+                    self._waiting.get_nowait()
+                    self.lost += 1
+                except Empty:  # The sender was quicker.
+                    pass
+
+    def _check(self) -> None:
+        remedy = "is `obsspec world-model serve --listen` running there?"
+        try:
+            status = self._client.get(f"{self._url}/status").raise_for_status().json()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise InputError(f"--transitions {self._url}: {error}; {remedy}") from None
+        if not isinstance(status, dict) or "exact_rate" not in status:
+            raise InputError(f"--transitions {self._url}: another kind of server; {remedy}")
+
+    def _send_all(self) -> None:
+        until: float | None = None
+        while True:
+            if self._ending.is_set() and until is None:
+                until = time.monotonic() + _LAST_SECONDS
+            batch = self._batch()
+            if not batch and until is not None:
+                return
+            while batch and not self._sent(batch):
+                if until is not None and time.monotonic() > until:
+                    self.lost += len(batch) + self._waiting.qsize()
+                    return
+                if self._ending.wait(_RETRY_SECONDS):
+                    until = until or time.monotonic() + _LAST_SECONDS
+                    time.sleep(_RETRY_SECONDS)
+
+    def _batch(self) -> list[bytes]:
+        """What waits, a little of it at once; nothing where nothing came for a while."""
+        batch: list[bytes] = []
+        try:
+            batch.append(self._waiting.get(timeout=0.2))
+            while len(batch) < _BATCH:
+                batch.append(self._waiting.get_nowait())
+        except Empty:
+            pass
+        return batch
+
+    def _sent(self, batch: list[bytes]) -> bool:
+        """False where it is worth trying again."""
+        try:
+            response = self._client.post(f"{self._url}/transitions", content=b"".join(batch))
+        except httpx.HTTPError as error:
+            return self._retry(str(error))
+        if response.status_code >= 500:
+            return self._retry(response.text)
+        if response.is_error:
+            self._complain(response.text)
+            self.lost += len(batch)
+        return True
+
+    def _retry(self, reason: str) -> bool:
+        self._complain(f"{reason}; trying again until it answers")
+        return False
+
+    def _complain(self, reason: str) -> None:
+        if not self._complained:
+            _log.warning("%s: %s", self._url, reason)
+        self._complained = True

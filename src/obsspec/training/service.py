@@ -1,0 +1,223 @@
+"""Co-training as a service: it trains for as long as rollouts run, publishes, takes transitions in and says how it goes.
+
+    POST /transitions    lines of JSON, from `training.posting`
+    GET /status          the figures as JSON
+    GET /metrics         the same for Prometheus
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
+from threading import Thread
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from rich.console import Console
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from obsspec.background import background
+from obsspec.errors import InputError
+from obsspec.training.cotraining import CoTraining
+from obsspec.training.publishing import Publisher
+from obsspec.training.transitions import Transitions
+from obsspec.training.versions import Version, current_version
+from obsspec.types import PolicyError
+
+_IDLE_SECONDS = 1.0
+_SAVE_SECONDS = 120.0
+_RETRY_SECONDS = 5.0
+_NOTE_SECONDS = 30.0
+
+
+async def cotrain(
+    training: CoTraining, publishers: Sequence[Publisher], publish_seconds: float, notes: Console
+) -> None:
+    """Trains until it is cancelled, and publishes a version every so many seconds, where there is something new.
+
+    Cancelled, it ends after the step that it is at, and saves. Raises InputError where a server will take no version,
+    or the disk no checkpoint.
+    """
+    async with _distributing(training, publishers, notes) as distribute:
+        published = saved = noted = time.monotonic()
+        try:
+            while True:
+                busy = await anyio.to_thread.run_sync(training.turn)
+                now = time.monotonic()
+                if now - published >= publish_seconds:
+                    rollbacks = training.figures.rollbacks
+                    version = await anyio.to_thread.run_sync(training.publish)
+                    published = saved = now
+                    if version is not None:
+                        notes.print(f"version {version.number}: {_said(training)}")
+                        distribute(version)
+                    elif training.figures.rollbacks > rollbacks:
+                        notes.print(f"what was learned since version {training.figures.version} is worse: back to that")
+                if now - saved >= _SAVE_SECONDS:
+                    await anyio.to_thread.run_sync(training.save)
+                    saved = now
+                if now - noted >= _NOTE_SECONDS and busy:
+                    notes.print(_said(training))
+                    noted = now
+                if not busy:
+                    await anyio.sleep(_IDLE_SECONDS)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(training.save)
+
+
+@asynccontextmanager
+async def _distributing(
+    training: CoTraining, publishers: Sequence[Publisher], notes: Console
+) -> AsyncIterator[Any]:
+    """Yields a function that has a version brought to all servers, beside the training. A newer one takes its place."""
+    newest: Version | None = current_version(training.directory)
+
+    def distribute(version: Version) -> None:
+        nonlocal newest
+        newest = version
+
+    async def keep(publisher: Publisher) -> None:
+        done = 0
+        while True:
+            if newest is None or newest.number == done:
+                await anyio.sleep(_IDLE_SECONDS / 2)
+                continue
+            version = newest
+            try:
+                await publisher.publish(version.number, version.directory)
+            except PolicyError as error:
+                notes.print(f"version {version.number} not taken, trying again: {error}")
+                await anyio.sleep(_RETRY_SECONDS)
+            else:
+                done = version.number
+
+    async with background() as tasks:
+        for publisher in publishers:
+            tasks.start_soon(keep, publisher)
+        yield distribute
+
+
+def _said(training: CoTraining) -> str:
+    figures = training.figures
+    rate = "nothing scored yet" if math.isnan(training.exact_rate) else f"{training.exact_rate:.1%} exact"
+    return (
+        f"{rate} of the last {len(training.scored)}, {figures.seen:,} transitions seen, {figures.steps:,} steps, "
+        f"loss {figures.loss:.3f}"
+    )
+
+
+def status(training: CoTraining) -> dict[str, Any]:
+    """What the service says of itself. Rates are null until something was scored."""
+    scored = list(training.scored)
+    seconds = sum(each.seconds for each in scored)
+
+    def rate(part: float, whole: float) -> float | None:
+        return part / whole if whole else None
+
+    figures = {name: None if value != value else value for name, value in asdict(training.figures).items()}
+    return {
+        **figures,
+        "scored": len(scored),
+        "exact_rate": rate(sum(each.exact for each in scored), len(scored)),
+        "exact_rate_published": rate(sum(each.published for each in scored), len(scored)),
+        "exact_rate_of_seconds": rate(sum(each.seconds for each in scored if each.exact), seconds),
+    }
+
+
+class _Collector:
+    """The status in Prometheus's terms."""
+
+    def __init__(self, training: CoTraining) -> None:
+        self._training = training
+
+    def collect(self) -> Iterator[Metric]:
+        for name, value in status(self._training).items():
+            full, what = f"obsspec_world_model_{name}", _METRICS[name]
+            known = math.nan if value is None else value
+            counts = name in ("seen", "steps", "tokens", "learned", "rollbacks")
+            yield (CounterMetricFamily if counts else GaugeMetricFamily)(full, what, value=known)
+
+
+_METRICS = {
+    "seen": "Transitions read from the store.",
+    "steps": "Steps of the optimizer.",
+    "tokens": "Tokens trained on.",
+    "learned": "Observations trained on, every time counted.",
+    "loss": "Of the latest steps, in nats a token.",
+    "rollbacks": "Times that training went on from the published weights, because those in training foretold less.",
+    "version": "Number of the version published last.",
+    "scored": "Observations that the rates are of.",
+    "exact_rate": "Share of the latest observations that the weights in training foretold before training on them.",
+    "exact_rate_published": "The same of the weights that were published at the time.",
+    "exact_rate_of_seconds": "Share of the tools' seconds that the commands took whose observations were foretold.",
+}
+
+
+def application(training: CoTraining, transitions: Transitions) -> Starlette:
+    """The three routes."""
+    registry = CollectorRegistry()
+    registry.register(_Collector(training))  # type: ignore[arg-type]  # It has the one method that is called.
+
+    async def receive(request: Request) -> Response:
+        content = await request.body()
+        try:
+            added, homeless = await anyio.to_thread.run_sync(transitions.receive, content)
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        except InputError as error:
+            return JSONResponse({"error": str(error)}, 503)
+        return JSONResponse({"added": added, "without_beginning": homeless})
+
+    async def say(request: Request) -> Response:
+        return JSONResponse(status(training))
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(
+        routes=[
+            Route("/transitions", receive, methods=["POST"]),
+            Route("/status", say),
+            Route("/metrics", metrics),
+        ]
+    )
+
+
+@contextmanager
+def listening(app: Starlette, where: str) -> Iterator[str]:
+    """Serves ``app`` at ``HOST:PORT`` in a thread of its own, and yields its URL; port 0 takes any that is free.
+
+    Raises InputError where that is none, or taken.
+    """
+    host, _, port = where.rpartition(":")
+    try:
+        bound = socket.create_server((host.strip("[]"), int(port)), family=_family(host))
+    except (OSError, ValueError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--listen {where}: {reason}; give HOST:PORT, such as 127.0.0.1:8100") from None
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    # In the main thread it would take Ctrl-C for itself.
+    thread = Thread(target=server.run, args=([bound],), name="http", daemon=True)
+    with bound:
+        thread.start()
+        try:
+            yield f"http://{host}:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10.0)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
