@@ -182,7 +182,9 @@ async def test_what_cannot_be_used_is_said_in_one_line(
                 await carried_out(tmp_path / "run", policy_url, url)
         with pytest.raises(InputError, match=r"Connect call failed[^\n]*; is it running, and is this its URL\?$"):
             await carried_out(tmp_path / "run", policy_url, url)
-        # Where it is not used, it need not be there.
+        with pytest.raises(InputError, match=r"only language_model uses it; add that to --predictor rules,memory$"):
+            await carried_out(tmp_path / "run", policy_url, url, predictor="rules,memory")
+        # Without speculation it need not be there.
         assert await carried_out(tmp_path / "off", policy_url, url, depth=0) == []
 
 

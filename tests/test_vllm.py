@@ -541,6 +541,11 @@ def test_command_line(served: Served, tmp_path: Path) -> None:
     settings = json.loads((tmp_path / "on" / "run.json").read_text())
     assert settings["model"] == "tiny"
     assert settings["policy"] == settings["tokenizer"] == str(served.directory)
+    world_model = ("--predictor", "language_model", "--world-model", served.url, "--world-model-name", "alias")
+    obsspec(rollout_command(served, tmp_path / "served", *world_model, *options))
+    settings = json.loads((tmp_path / "served" / "run.json").read_text())
+    assert (settings["world_model"], settings["world_model_name"]) == (str(served.directory), "alias")
+    obsspec([*OBSSPEC, "compare", str(tmp_path / "off"), str(tmp_path / "served")])
     compared = obsspec([*OBSSPEC, "compare", str(tmp_path / "off"), str(tmp_path / "on")])
     assert compared.rstrip().endswith("trajectories identical: 2 of 2")
 

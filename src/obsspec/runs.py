@@ -125,9 +125,12 @@ def find_models(plan: Plan) -> tuple[Plan, Servers]:
         served = _ask(plan.policy, plan.model)
         servers, base = replace(servers, policy=plan.policy), served.base
         plan = replace(plan, policy=served.weights, model=served.name, tokenizer=plan.tokenizer or base)
-    if on_server[1] and "language_model" not in plan.predictors():
+    if on_server[1] and not plan.predictors():
         plan = replace(plan, world_model=BUILTIN, world_model_name=None)  # No server has to be there for nothing.
     elif on_server[1]:
+        if "language_model" not in plan.predictors():
+            remedy = f"add that to --predictor {plan.predictor}"
+            raise InputError(f"--world-model {plan.world_model}: only language_model uses it; {remedy}")
         served = _ask(plan.world_model, plan.world_model_name, versions_of=plan.world_model_name or WORLD_MODEL)
         # Whoever has said where the tokenizer is need not say it twice.
         tokenizer = plan.tokenizer if base == served.base and plan.tokenizer else served.base
