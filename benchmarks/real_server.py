@@ -487,8 +487,8 @@ def distributions(
 
 
 @contextmanager
-def serving(model: Path, seats: int, core: int, notes: Console) -> Iterator[str]:
-    """The URL of a vLLM server on one core, which ends with the block."""
+def serving(model: Path, seats: int, core: int, notes: Console, block: int = BLOCK) -> Iterator[str]:
+    """The URL of a vLLM server on one core, which ends with the block. ``block``: tokens in one of its cache's."""
     if not PYTHON.exists():
         sys.exit(f"{PYTHON} is missing: run scripts/vllm_environment.sh {PYTHON.parents[1]}")
     with socket.socket() as free:
@@ -497,7 +497,7 @@ def serving(model: Path, seats: int, core: int, notes: Console) -> Iterator[str]
     command = [
         *("taskset", "--cpu-list", str(core), PYTHON, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model, "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
-        *("--max-model-len", str(MAX_CONTEXT), "--max-num-seqs", str(seats), "--block-size", str(BLOCK)),
+        *("--max-model-len", str(MAX_CONTEXT), "--max-num-seqs", str(seats), "--block-size", str(block)),
         *("--scheduling-policy", "priority", "--logprobs-mode", "processed_logprobs"),
         # vLLM 0.32 on the CPU breaks on the first part of a seeded request that it reads in parts.
         *("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(4 * MAX_CONTEXT)),

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import anyio
 import httpx
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from torch.nn import functional
 
@@ -31,6 +33,7 @@ from obsspec.budget import Seats
 from obsspec.chat import ChatFormat, TerminalChat
 from obsspec.context import Context, Tokens
 from obsspec.errors import InputError
+from obsspec.policies.following import FollowingPolicy
 from obsspec.policies.http import Server
 from obsspec.policies.local import LocalPolicy
 from obsspec.policies.networks import HubNetwork
@@ -42,6 +45,7 @@ from obsspec.runs import Plan
 from obsspec.runs import run as carry_out
 from obsspec.speculation import Settings, Speculator
 from obsspec.testing import ScriptedEnvironment
+from obsspec.training.publishing import VllmAdapters, VllmWeights
 from obsspec.types import Chunk, Draft, Generation, Observation, PolicyError, Query, Request, Sampling, Task
 from tiny import llama, tokenizer
 
@@ -77,10 +81,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", directory / "model", "--dtype", "float32"),
         *("--served-model-name", "tiny", "alias", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
         *("--max-model-len", str(LONGEST), "--max-num-seqs", "4", "--scheduling-policy", "priority"),
-        *("--logprobs-mode", "processed_logprobs"),
+        *("--logprobs-mode", "processed_logprobs", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"),
     ]
     settings = {
-        "VLLM_SERVER_DEV_MODE": "1",  # for /pause
+        "VLLM_SERVER_DEV_MODE": "1",  # for /pause and whole new weights
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -417,6 +422,98 @@ async def test_speculation_changes_nothing(served: Served) -> None:
     assert not running(served.url)
 
 
+# New weights. The server is left as it was.
+
+
+def adapter(model: Any, directory: Path, seed: int, rank: int = 4) -> Any:
+    """Saves an adapter on a model that changes what it writes; returns the model with it."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = get_peft_model(deepcopy(model), config)
+    adapted.save_pretrained(directory)
+    return adapted.merge_and_unload()
+
+
+async def written(policy: Any, model: Any | None = None) -> Tokens:
+    """What it writes greedily, or what ``model`` would."""
+    asked = request(context=context(), sampling=GREEDY, max_tokens=24)
+    return (await run(policy if model is None else LocalPolicy(HubNetwork(model)), asked)).tokens
+
+
+@pytest.mark.anyio
+async def test_new_adapters_are_followed(served: Served, tmp_path: Path) -> None:
+    models = [adapter(served.model, tmp_path / f"{seed}", seed) for seed in range(3)]
+    expected = [await written(None, model) for model in (served.model, *models)]
+    assert len(set(expected)) == 4
+    async with Server(served.url) as server:
+        publisher = VllmAdapters(server, "shell")
+        try:
+            # The model itself while there is nothing newer.
+            connection = FollowingPolicy.connect(served.url, "tiny", tokenizer(), max_context=LONGEST)
+            async with connection as policy:
+                assert (policy.model, await written(policy)) == ("tiny", expected[0])
+            await publisher.publish(1, tmp_path / "0")
+            async with FollowingPolicy.connect(served.url, "shell", tokenizer(), every=0.05) as policy:
+                assert (policy.model, await written(policy)) == ("shell-v1", expected[1])
+
+                # A request keeps the version with which it began.
+                begun, results = anyio.Event(), []
+                asked = request(context=context(), sampling=GREEDY, max_tokens=400)
+                plain = await run(LocalPolicy(HubNetwork(models[0])), asked)
+
+                async def one() -> None:
+                    results.append(await run(policy, asked, lambda count: begun.set()))
+
+                async with anyio.create_task_group() as group:
+                    group.start_soon(one)
+                    await begun.wait()
+                    await publisher.publish(2, tmp_path / "1")
+                    await until(lambda: policy.model == "shell-v2")
+                    assert await written(policy) == expected[2]
+                    await publisher.publish(3, tmp_path / "2")
+                assert results[0].tokens == plain.tokens
+                await until(lambda: policy.model == "shell-v3")
+                assert await written(policy) == expected[3]
+
+                # A trainer that was restarted publishes the same version once more.
+                await publisher.publish(3, tmp_path / "0")
+                assert await written(policy) == expected[1]
+            listed = [card["id"] for card in (await server.ask("GET", "/v1/models"))["data"]]
+            assert listed == ["tiny", "alias", "shell-v2", "shell-v3"]
+
+            # One that was unloaded since the last look.
+            async with FollowingPolicy.connect(served.url, "shell", every=1000) as policy:
+                await server.tell("/v1/unload_lora_adapter", {"lora_name": "shell-v3"})
+                assert (policy.model, await written(policy)) == ("shell-v3", expected[2])
+                assert policy.model == "shell-v2"
+
+            with pytest.raises(InputError, match=r"404 [^\n]*; start it with --enable-lora, [^\n]*/missing$"):
+                await publisher.publish(4, tmp_path / "missing")
+            adapter(served.model, tmp_path / "wide", 3, rank=16)
+            with pytest.raises(InputError, match="LoRA rank 16 is greater than max_lora_rank 8"):
+                await publisher.publish(4, tmp_path / "wide")
+        finally:
+            for name in ("shell-v1", "shell-v2", "shell-v3"):
+                with suppress(ValueError):
+                    await server.tell("/v1/unload_lora_adapter", {"lora_name": name})
+
+
+@pytest.mark.anyio
+async def test_whole_new_weights(served: Served, tmp_path: Path) -> None:
+    model = adapter(served.model, tmp_path / "adapter", 1)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    async with Server(served.url) as server, VllmPolicy.connect(served.url) as policy:
+        before = await written(policy)
+        publisher = VllmWeights(server)
+        try:
+            await publisher.publish(1, tmp_path / "model")
+            assert await written(policy) == await written(None, model) != before
+        finally:
+            await publisher.publish(2, served.directory)
+        assert await written(policy) == before
+
+
 # The command line. Its policy is the server's, so it has to do without PyTorch.
 
 OBSSPEC = (sys.executable, "-c", "import sys; sys.modules['torch'] = None; from obsspec.cli import main; main()")
@@ -444,6 +541,11 @@ def test_command_line(served: Served, tmp_path: Path) -> None:
     settings = json.loads((tmp_path / "on" / "run.json").read_text())
     assert settings["model"] == "tiny"
     assert settings["policy"] == settings["tokenizer"] == str(served.directory)
+    world_model = ("--predictor", "language_model", "--world-model", served.url, "--world-model-name", "alias")
+    obsspec(rollout_command(served, tmp_path / "served", *world_model, *options))
+    settings = json.loads((tmp_path / "served" / "run.json").read_text())
+    assert (settings["world_model"], settings["world_model_name"]) == (str(served.directory), "alias")
+    obsspec([*OBSSPEC, "compare", str(tmp_path / "off"), str(tmp_path / "served")])
     compared = obsspec([*OBSSPEC, "compare", str(tmp_path / "off"), str(tmp_path / "on")])
     assert compared.rstrip().endswith("trajectories identical: 2 of 2")
 
@@ -617,7 +719,7 @@ async def test_what_a_server_says_of_its_models() -> None:
     async with serve(fake) as url, Server(url) as server:
         fake.answers = [models] * 6
         assert await find_model(server) == ServedModel("base", "org/model", "org/model", 4096)
-        assert await find_model(server, "v1") == ServedModel("v1", "/adapters/v1", "org/model", float("inf"))
+        assert await find_model(server, "v1") == ServedModel("v1", "/adapters/v1", "org/model", 4096)
         assert (await find_model(server, "v2")).base == "org/other"
         assert (await find_model(server, "bare")).base == "bare"
         with pytest.raises(InputError, match=r"no model 'v3'; it serves bare, base, sglang, v1, v2$"):

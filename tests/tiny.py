@@ -16,13 +16,13 @@ CHATML = (
 _CORPUS = ["user\n\n\n  assistant\n\nls -l the file\n    done ```bash\n```", "  \n\n a  b   c\n\n"] * 20
 
 
-def tokenizer(chat_template: str = CHATML) -> Any:
+def tokenizer(chat_template: str = CHATML, vocab_size: int = 330) -> Any:
     """A byte-level tokenizer with a few merges, newlines and spaces among them, and three control tokens."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=330,
+        vocab_size=vocab_size,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -47,8 +47,8 @@ _LOCAL = ("torch", "transformers", "tokenizers", "peft", "safetensors", "gguf", 
 _EXTRAS = {
     **dict.fromkeys(_LOCAL, ("models in this process need", "local")),
     **dict.fromkeys(("trio", "pyarrow", "plotly"), ("the lab and analyses need", "lab")),
-    "aiohttp": ("a policy on a server needs", "server"),
-    "orjson": ("a policy on a server needs", "server"),
+    "aiohttp": ("a model on a server needs", "server"),
+    "orjson": ("a model on a server needs", "server"),
 }
 """By package: what needs it, and the extra that brings it."""
 
@@ -103,7 +103,17 @@ def rollout(
         typer.Option(help="Directory or hub name of a served model's tokenizer; by default what the server says."),
     ] = None,
     predictor: Annotated[str, typer.Option(help=_PREDICTOR)] = "rules,memory,timeouts",
-    world_model: Annotated[str, typer.Option(help="What `language_model` runs on; named like the policy.")] = "builtin",
+    world_model: Annotated[
+        str,
+        typer.Option(
+            help="What `language_model` runs on; named like the policy. On a vLLM server it is the newest of "
+            "`world-model-v1`, `world-model-v2`, ..., also while rollouts go on; where there are none, the first model."
+        ),
+    ] = "builtin",
+    world_model_name: Annotated[
+        str | None,
+        typer.Option(help="Which of a server's models or LoRA adapters; `NAME-v1`, ... are versions of it."),
+    ] = None,
     depth: Annotated[int, typer.Option(min=0, help="How many observations ahead to speculate; 0 is sequential.")] = 1,
     breadth: Annotated[int, typer.Option(min=1, help="How many drafts to try for one observation.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Seed of each task's first rollout.")] = 0,
@@ -158,6 +168,7 @@ def rollout(
         tokenizer=tokenizer,
         predictor=predictor,
         world_model=world_model,
+        world_model_name=world_model_name,
         depth=depth,
         breadth=breadth,
         seed=seed,

@@ -17,7 +17,7 @@ from obsspec.reports.records import TrajectoryLine, line_of
 from obsspec.reports.summary import Summary, summarize
 from obsspec.reports.tables import counting, families_table, share, summary_table
 from obsspec.rollout import rollout
-from obsspec.runs import Plan
+from obsspec.runs import Plan, Servers
 
 PLAN = Plan(
     tasks="generated:c_program,database,makefile,python_bug/easy/0",
@@ -74,7 +74,7 @@ def interleaved(
     with notes.status("loading the models"):
         from obsspec.loading import Models  # Imports for seconds.
 
-        models = Models.load(max(plans.values(), key=lambda plan: plan.depth))
+        models = Models.load(max(plans.values(), key=lambda plan: plan.depth), Servers())
     lines: dict[str, list[list[TrajectoryLine]]] = {name: [[] for _ in range(repeats)] for name in plans}
 
     async def run_all(advance: Callable[[], None]) -> None:

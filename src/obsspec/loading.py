@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,8 @@ from obsspec.gate import Gate
 from obsspec.hub import load_tokenizer
 from obsspec.policies import Precision
 from obsspec.policies.vllm import VllmPolicy
-from obsspec.predictors import Cascade, LanguageModel, Memory, Rules, TimeOuts
-from obsspec.runs import BUILTIN, Plan
+from obsspec.predictors import Cascade, LanguageModel, Limits, Memory, Rules, TimeOuts
+from obsspec.runs import BUILTIN, Plan, Servers
 from obsspec.speculation import Speculator
 from obsspec.types import Policy, Predictor
 
@@ -28,34 +28,34 @@ if TYPE_CHECKING:
 
 OpenPolicy = Callable[[Seats], AbstractAsyncContextManager[Policy]]
 """Opens a policy that runs so many requests at once."""
+OpenWorldModel = Callable[[], AbstractAsyncContextManager[Policy]]
+"""Opens what a world model runs on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models of a plan, loaded; a policy that is on a server has its tokenizer here."""
+    """The models of a plan, loaded; of those that are on servers the tokenizers are here."""
 
     open_policy: OpenPolicy
     chat: TerminalChat
-    world_model: tuple[Network, WorldModelChat] | None
+    world_model: tuple[OpenWorldModel, WorldModelChat] | None
     """None where the plan does not use it."""
 
     @classmethod
-    def load(cls, plan: Plan, url: str | None = None) -> Models:
-        """``url``: of the server that has the policy; None for this process. Raises InputError for what is not there.
+    def load(cls, plan: Plan, servers: Servers) -> Models:
+        """``servers``: of those that are not in this process. Raises InputError for what is not there.
 
         PyTorch is imported where a model runs in this process, and only then.
         """
         open_policy: OpenPolicy
-        if url is None:
+        if servers.policy is None:
             network, tokenizer = _load(plan.policy, "policy", plan.precision)
             open_policy = partial(_in_process, network)
         else:
-            tokenizer = load_tokenizer(plan.tokenizer or "", f"give --tokenizer the one of the model at {url}")
-            open_policy = partial(_on_server, url, plan, tokenizer)
-        world_model = None
-        if "language_model" in plan.predictors():
-            network, its_tokenizer = _load(plan.world_model, "world_model", plan.precision)
-            world_model = (network, WorldModelChat(ChatFormat(its_tokenizer)))
+            remedy = f"give --tokenizer the one of the model at {servers.policy}"
+            tokenizer = load_tokenizer(plan.tokenizer or "", remedy)
+            open_policy = partial(_on_server, servers.policy, plan, tokenizer)
+        world_model = _world_model(plan, servers) if "language_model" in plan.predictors() else None
         return cls(open_policy, TerminalChat(ChatFormat(tokenizer)), world_model)
 
     @asynccontextmanager
@@ -65,15 +65,34 @@ class Models:
         Raises InputError where the policy's server is not fit for the plan.
         """
         predictors: dict[str, Predictor] = {"rules": Rules(), "memory": Memory(), "timeouts": TimeOuts()}
-        if self.world_model is not None:
-            from obsspec.policies.local import LocalPolicy
-
-            network, chat = self.world_model
-            predictors["language_model"] = LanguageModel(LocalPolicy(network), chat)
-        chosen = {name: predictors[name] for name in plan.predictors()}
-        cascade = Cascade(chosen) if chosen else None
-        async with self.open_policy(seats) as policy:
+        async with AsyncExitStack() as opened:
+            if self.world_model is not None:
+                open_world_model, chat = self.world_model
+                predictors["language_model"] = LanguageModel(await opened.enter_async_context(open_world_model()), chat)
+            chosen = {name: predictors[name] for name in plan.predictors()}
+            cascade = Cascade(chosen) if chosen else None
+            policy = await opened.enter_async_context(self.open_policy(seats))
             yield Speculator(policy, self.chat, cascade, replace(plan.settings(), gate=gate), seats)
+
+
+def _world_model(plan: Plan, servers: Servers) -> tuple[OpenWorldModel, WorldModelChat]:
+    open_world_model: OpenWorldModel
+    if servers.world_model is None:
+        network, tokenizer = _load(plan.world_model, "world_model", plan.precision)
+        open_world_model = partial(_in_process, network, Seats(1))
+    else:
+        from obsspec.policies.following import FollowingPolicy
+
+        remedy = f"start the server at {servers.world_model} with a name or directory that is known here, too"
+        tokenizer = load_tokenizer(servers.world_model_tokenizer, remedy)
+        open_world_model = partial(
+            FollowingPolicy.connect,
+            servers.world_model,
+            plan.world_model_name,
+            tokenizer,
+            max_context=Limits().context_tokens,
+        )
+    return open_world_model, WorldModelChat(ChatFormat(tokenizer))
 
 
 @asynccontextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 from rich.console import Console
@@ -17,6 +18,7 @@ from obsspec.environments.sandbox import open_sandbox
 from obsspec.errors import InputError
 from obsspec.gate import ExpectedValue
 from obsspec.policies import Precision
+from obsspec.policies.versions import WORLD_MODEL
 from obsspec.reports.records import line_of, open_run
 from obsspec.reports.tables import counting
 from obsspec.rollout import Failure, rollouts
@@ -24,6 +26,9 @@ from obsspec.speculation import Settings
 from obsspec.tasks import parse_tasks
 from obsspec.training.transitions import Transitions, recorded
 from obsspec.types import OpenEnvironment, Sampling, Task, Trajectory
+
+if TYPE_CHECKING:
+    from obsspec.policies.vllm import Served
 
 BUILTIN = "builtin"
 """The policy, or the world model, that comes with the package."""
@@ -34,7 +39,8 @@ class Plan:
     """What determines a run's results, as the command line has it. A resumed run must match it.
 
     Where the policy is on a server, a plan has its weights' own name as ``policy`` and not the URL: a run goes on where
-    the same model is served from another place. See `find_policy`.
+    the same model is served from another place. Likewise the world model, but it has the name of its base, for of what
+    is trained on that there may be a new version at any time. See `find_models`.
     """
 
     tasks: str
@@ -44,6 +50,8 @@ class Plan:
     tokenizer: str | None = None
     predictor: str = "rules,memory,timeouts"
     world_model: str = BUILTIN
+    world_model_name: str | None = None
+    """What its server calls it, if not `obsspec.policies.versions.WORLD_MODEL`."""
     depth: int = 1
     breadth: int = 1
     seed: int = 0
@@ -88,27 +96,62 @@ class Plan:
         )
 
 
-def find_policy(plan: Plan) -> tuple[Plan, str | None]:
-    """The plan with the names of what is served where its policy is a server's URL, and that URL.
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Where the models of a plan are that are on servers. None stands for this process."""
 
-    Raises InputError where the server cannot be reached or does not have the model.
+    policy: str | None = None
+    """The URL."""
+    world_model: str | None = None
+    """The URL."""
+    world_model_tokenizer: str = ""
+    """The world model's, by directory or hub name."""
+
+
+def find_models(plan: Plan) -> tuple[Plan, Servers]:
+    """The plan with the names of what is served where it has a server's URL, and these URLs.
+
+    Raises InputError where a server cannot be reached or does not have the model.
     """
-    if not plan.policy.startswith(("http://", "https://")):
-        if plan.model or plan.tokenizer:
-            raise InputError(
-                f"--policy {plan.policy}: is no URL of a server, and --model and --tokenizer are for those"
-            )
-        return plan, None
+    on_server = _is_url(plan.policy), _is_url(plan.world_model)
+    if not on_server[0] and (plan.model or plan.tokenizer):
+        raise InputError(f"--policy {plan.policy}: is no URL of a server, and --model and --tokenizer are for those")
+    if not on_server[1] and plan.world_model_name:
+        raise InputError(
+            f"--world-model {plan.world_model}: is no URL of a server, and --world-model-name is for those"
+        )
+    servers, base = Servers(), None
+    if on_server[0]:
+        served = _ask(plan.policy, plan.model)
+        servers, base = replace(servers, policy=plan.policy), served.base
+        plan = replace(plan, policy=served.weights, model=served.name, tokenizer=plan.tokenizer or base)
+    if on_server[1] and not plan.predictors():
+        plan = replace(plan, world_model=BUILTIN, world_model_name=None)  # No server has to be there for nothing.
+    elif on_server[1]:
+        if "language_model" not in plan.predictors():
+            remedy = f"add that to --predictor {plan.predictor}"
+            raise InputError(f"--world-model {plan.world_model}: only language_model uses it; {remedy}")
+        served = _ask(plan.world_model, plan.world_model_name, versions_of=plan.world_model_name or WORLD_MODEL)
+        # Whoever has said where the tokenizer is need not say it twice.
+        tokenizer = plan.tokenizer if base == served.base and plan.tokenizer else served.base
+        servers = replace(servers, world_model=plan.world_model, world_model_tokenizer=tokenizer)
+        plan = replace(plan, world_model=served.base)
+    return plan, servers
+
+
+def _is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def _ask(url: str, name: str | None, versions_of: str | None = None) -> Served:
     from obsspec.policies.http import Server
-    from obsspec.policies.vllm import Served, find_model
+    from obsspec.policies.vllm import find_model
 
     async def ask() -> Served:
-        async with Server(plan.policy) as server:
-            return await find_model(server, plan.model)
+        async with Server(url) as server:
+            return await find_model(server, name, versions_of)
 
-    served = anyio.run(ask)
-    names = replace(plan, policy=served.weights, model=served.name, tokenizer=plan.tokenizer or served.base)
-    return names, plan.policy
+    return anyio.run(ask)
 
 
 def run(
@@ -131,9 +174,9 @@ def run(
     plan.predictors()
     jobs, tools = plan.jobs(), plan.environment()
     instructions = {task.id: task.instruction for task, _ in jobs}
-    with notes.status("asking for the policy"):
-        plan, url = find_policy(plan)
-    policy_seats = Seats(seats or (1 if url is None else math.inf))
+    with notes.status("asking for the models"):
+        plan, servers = find_models(plan)
+    policy_seats = Seats(seats or (1 if servers.policy is None else math.inf))
     with (
         open_run(output, asdict(plan), resume) as directory,
         _kept(gate_file) as gate,
@@ -143,7 +186,7 @@ def run(
         with notes.status("loading the models"):
             from obsspec.loading import Models  # Imports for seconds; what is wrong with the plan has been said by now.
 
-            models = Models.load(plan, url)
+            models = Models.load(plan, servers)
         with counting(notes, "rollouts", len(jobs), len(jobs) - len(pending)) as advance:
 
             def finished(result: Trajectory | Failure) -> None:

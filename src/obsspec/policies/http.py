@@ -27,12 +27,17 @@ _IDLE_SECONDS = 2.0
 """Servers close what is idle for 5 s. A request on a connection that is just being closed would fail."""
 
 
+class NotFound(ValueError):  # noqa: N818 -- what the server says
+    """The server has no such route, or no such model: it was unloaded, or never there."""
+
+
 class Server:
     """A policy server, and as many connections to it as there are requests. An async context manager.
 
     What may pass raises PolicyError: a connection that is refused or breaks, and the statuses 429 and 5xx. A refusal
     that says ``Retry-After`` is waited out instead, however often it comes: a server that is paused for new weights
-    speaks so. Every other refusal raises ValueError with the server's message. All of these are one line.
+    speaks so. Every other refusal raises ValueError with the server's message, 404 its subclass NotFound. All of these
+    are one line.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
@@ -67,6 +72,11 @@ class Server:
         async with self._reply(method, path, json=body) as response:
             content = await response.read()
             return orjson.loads(content) if content else None
+
+    async def tell(self, path: str, body: Any = None) -> None:
+        """Posts ``body`` where the reply, which may be text, says no more than that it is done."""
+        async with self._reply("POST", path, json=body) as response:
+            await response.read()
 
     async def metrics(self, *names: str) -> list[float]:
         """The values of Prometheus gauges, each summed over its labels."""
@@ -172,6 +182,8 @@ class Server:
                         yield response
                         return
                     content = await response.read()
+                if response.status == 404:
+                    raise NotFound(self._says(404, content))
                 seconds = response.headers.get("Retry-After", "")
                 if response.status not in (429, 503) or not seconds.isdecimal():
                     raise self._failure(response.status, content)
@@ -189,8 +201,11 @@ class Server:
         return event
 
     def _failure(self, status: int, content: bytes) -> PolicyError | ValueError:
-        message = f"policy server {self.url}: {status} {_message(content)}"
+        message = self._says(status, content)
         return PolicyError(message) if status == 429 or status >= 500 else ValueError(message)
+
+    def _says(self, status: int, content: bytes) -> str:
+        return f"policy server {self.url}: {status} {_message(content)}"
 
 
 def seed_of(*numbers: int) -> int:
@@ -212,6 +227,6 @@ def _message(content: bytes) -> str:
     except ValueError:
         pass
     else:
-        for key in ("error", "message", "detail"):
+        for key in ("error", "message", "error_message", "detail"):
             text = text.get(key, text) if isinstance(text, dict) else text
     return " ".join(str(text).split())[:500].rstrip(".")

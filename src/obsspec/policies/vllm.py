@@ -20,6 +20,7 @@ from obsspec.budget import Seats
 from obsspec.context import Context
 from obsspec.errors import InputError
 from obsspec.policies.http import Server, seed_of
+from obsspec.policies.versions import newest
 from obsspec.types import Chunk, Finish, PolicyError, Request, Sampling, finish_of
 
 if TYPE_CHECKING:
@@ -37,25 +38,27 @@ class Served:
     base: str
     """The same of the model that an adapter is for, and that has the tokenizer."""
     longest: float
-    """Most tokens in a context; infinite where it is not said."""
+    """Most tokens in a context, for an adapter those of its base; infinite where it is not said."""
 
 
-async def find_model(server: Server, name: str | None = None) -> Served:
+async def find_model(server: Server, name: str | None = None, versions_of: str | None = None) -> Served:
     """What the server says of a model; of the first one where no ``name`` is given.
 
-    Raises InputError where the server cannot be reached, is another kind of server, or does not have the model.
+    ``versions_of``: the newest version of this LoRA adapter goes before, if there is any. Raises InputError where the
+    server cannot be reached, is another kind of server, or does not have the model.
     """
     with server.starting():
         cards = {card["id"]: card for card in (await server.ask("GET", "/v1/models"))["data"]}
-        name = name or next(iter(cards), "")
+        name = (newest(versions_of, cards) if versions_of else None) or name or next(iter(cards), "")
         if name not in cards:
             raise InputError(f"policy server {server.url}: no model {name!r}; it serves {', '.join(sorted(cards))}")
         card = cards[name]
         if card.get("owned_by") == "sglang":
             raise InputError(f"policy server {server.url}: is SGLang; use obsspec.policies.sglang, in Python")
         weights, parent = card.get("root") or name, card.get("parent")
-        base = (cards[parent].get("root") if parent in cards else None) or parent or weights
-        return Served(name, weights, base, card.get("max_model_len") or math.inf)
+        of_base = cards.get(parent, {}) if parent else card
+        longest = card.get("max_model_len") or of_base.get("max_model_len") or math.inf
+        return Served(name, weights, of_base.get("root") or parent or weights, longest)
 
 
 class VllmPolicy:
@@ -141,6 +144,10 @@ class VllmPolicy:
                 f"policy server {self._server.url}: its log-probabilities are not those of temperature "
                 f"{sampling.temperature} and top_p {sampling.top_p}; start it with --logprobs-mode processed_logprobs"
             )
+
+    async def models(self) -> list[str]:
+        """The names of all models and LoRA adapters that the server has now, models first."""
+        return [card["id"] for card in (await self._server.ask("GET", "/v1/models"))["data"]]
 
     async def report(self, seats: Seats, every: float = 1.0) -> None:
         """Tells ``seats`` of everybody's requests, each ``every`` seconds until it is cancelled.

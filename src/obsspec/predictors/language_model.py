@@ -7,6 +7,7 @@ under the model's softmax at temperature 1.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from obsspec.context import Context, Tokens
 from obsspec.errors import InputError
 from obsspec.predictors.prefixes import Prefixes
 from obsspec.types import Chunk, Draft, Exchange, Observation, Policy, Query, Request, Sampling
+
+_DRAFTING, _READING = 1000, 1001
+"""Priorities of requests. On a server that the policy uses as well they come behind all of its own, whose priorities
+count observations. What is wanted now goes before what will be wanted soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +124,18 @@ class LanguageModel:
                 if logprob < self._least:
                     worthwhile.cancel()
 
-            finish = await self._policy.generate(self._request(query, context, self._sampling.max_tokens), emit)
+            request = self._request(query, context, self._sampling.max_tokens, _DRAFTING)
+            finish = await self._policy.generate(request, emit)
             if finish == "stop" and logprob >= self._least:
                 propose(Draft(self._chat.text(tuple(tokens)), math.exp(min(0.0, logprob)), "language_model"))
 
     async def prepare(self, query: Query) -> None:
         """Has the history read, so that what is left to read is the command."""
         # A policy that generates has read its context; the one token is for nothing.
-        await self._policy.generate(self._request(query, self._prompts.before(query), 1), lambda chunk: None)
+        request = self._request(query, self._prompts.before(query), 1, _READING)
+        await self._policy.generate(request, lambda chunk: None)
 
-    def _request(self, query: Query, context: Context, max_tokens: int) -> Request:
+    def _request(self, query: Query, context: Context, max_tokens: int, priority: int) -> Request:
         return Request(
             context=context,
             sampling=self._sampling,
@@ -136,8 +143,10 @@ class LanguageModel:
             stop=self._chat.stop,
             seed=0,
             turn=len(query.history),
-            # All rollouts of a task share it: a query does not say which of them asks, and their prompts begin alike.
-            rollout=f"world model: {query.task}",
+            priority=priority,
+            # A router sends what has the same one to the same server. All rollouts with the same instruction share it,
+            # for their prompts begin alike, and many of them ask the very same: what one had read, all have.
+            rollout=f"world model {hashlib.blake2b(query.instruction.encode(), digest_size=8).hexdigest()}",
         )
 
     def learn(self, query: Query, observation: Observation) -> None:

@@ -41,7 +41,7 @@ class Comparison:
     second_seconds: float
 
 
-_SPECULATION = {"predictor", "world_model", "depth", "breadth"}
+_SPECULATION = {"predictor", "world_model", "world_model_name", "depth", "breadth"}
 _WHICH_ROLLOUTS = {"tasks", "seed", "samples"}
 
 
