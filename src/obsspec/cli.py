@@ -49,6 +49,7 @@ _EXTRAS = {
     **dict.fromkeys(("trio", "pyarrow", "plotly"), ("the lab and analyses need", "lab")),
     "aiohttp": ("a model on a server needs", "server"),
     "orjson": ("a model on a server needs", "server"),
+    **dict.fromkeys(("starlette", "uvicorn", "prometheus_client"), ("co-training needs", "training")),
 }
 """By package: what needs it, and the extra that brings it."""
 
@@ -143,10 +144,10 @@ def rollout(
         typer.Option(help="JSON file to keep what is learned of tools and drafts, for later runs to begin with."),
     ] = None,
     transitions: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             help="SQLite file to which every executed command and its observation are added as they happen, for world "
-            "models to learn from; several runs may share it."
+            "models to learn from; several runs may share it. Or the URL of an `obsspec world-model serve --listen`."
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run in --output.")] = False,
@@ -300,6 +301,172 @@ def demo(
             json_file.write_text(json.dumps(asdict(figures), indent=2) + "\n")
     if figures.different:
         raise typer.Exit(1)
+
+
+world_model_app = typer.Typer(
+    help="Train world models on what rollouts did, score them, and train one while rollouts run.",
+    no_args_is_help=True,
+)
+app.add_typer(world_model_app, name="world-model")
+
+Data = Annotated[
+    list[Path],
+    typer.Argument(help="Stores that `--transitions` wrote, or logs of agents, as for `obsspec analyze`."),
+]
+From = Annotated[
+    str,
+    typer.Option(
+        "--world-model",
+        help="`builtin`, a model's directory or hub name, an adapter's directory, or a co-training's `--output`.",
+    ),
+]
+HoldOut = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Share of the tasks that is left out of training and can be scored on.")
+]
+Weights = Annotated[
+    Literal["uniform", "seconds"],
+    typer.Option(
+        "--weights", help="Whether every observation counts alike, or by how long its command took, up to 2 s."
+    ),
+]
+Threads = Annotated[int, typer.Option(min=1, max=1024, help="Threads for training.")]
+Rank = Annotated[int, typer.Option(min=1, help="Of the low-rank update of every linear layer.")]
+Full = Annotated[bool, typer.Option("--full", help="Train all weights, rather than an adapter.")]
+TrainingPrecision = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the products in training.")]
+
+
+@world_model_app.command("train")
+def world_model_train(
+    data: Data,
+    directory: Annotated[Path, typer.Option("--output", help="Directory for the adapter, or the model.")],
+    world_model: From = "builtin",
+    hold_out: HoldOut = 0.1,
+    weights: Weights = "uniform",
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to train on.")] = 300_000,
+    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 2e-4,
+    rows_per_step: Annotated[int, typer.Option(min=1, help="Rollouts in a step of the optimizer.")] = 4,
+    rank: Rank = 16,
+    full: Full = False,
+    precision: TrainingPrecision = "float32",
+    seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED)] = 0,
+    threads: Threads = 1,
+) -> None:
+    """Train a world model on what rollouts did, from a model or from another world model on.
+
+    It goes on where it was interrupted. On several GPUs: `accelerate launch -m obsspec world-model train ...`.
+    """
+    with _interruptible("the same command goes on, from the last checkpoint where there is one"):
+        with notes.status("loading PyTorch"):
+            import torch
+
+            from obsspec.loading import base_and_adapter
+            from obsspec.training.finetune import Recipe, load_trainable
+            from obsspec.training.world_model import held_out, read_rollouts, train
+
+        torch.set_num_threads(threads)
+        recipe = Recipe(tokens, rows_per_step, learning_rate, None if full else rank, precision=precision, seed=seed)
+        rollouts = [each for each in read_rollouts(data) if not held_out(each.task, hold_out)]
+        if not rollouts:
+            raise InputError(f"--hold-out {hold_out}: leaves no task to train on; lower it")
+        base, adapter = base_and_adapter(world_model, "world_model")
+        train(rollouts, load_trainable(base, recipe, adapter), directory, recipe, weights, notes)
+    _print(f"the world model is in {directory}; score it: obsspec world-model evaluate --world-model {directory}")
+
+
+@world_model_app.command("evaluate")
+def world_model_evaluate(
+    data: Data,
+    world_model: From = "builtin",
+    hold_out: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Score on the tasks alone that `train --hold-out` left out; 1 is all."),
+    ] = 1.0,
+    threads: Threads = 1,
+    as_json: Json = False,
+) -> None:
+    """Score a world model on what rollouts did: which observations it foretells exactly, after the true history."""
+    from obsspec.reports.tables import counting
+
+    with _interruptible("nothing was written"):
+        with notes.status("loading PyTorch"):
+            import torch
+
+            from obsspec.loading import base_and_adapter
+            from obsspec.models import load_model
+            from obsspec.training.world_model import evaluate, held_out, read_rollouts, tallies_table, together
+
+        torch.set_num_threads(threads)
+        rollouts = [each for each in read_rollouts(data) if held_out(each.task, hold_out)]
+        if not rollouts:
+            raise InputError(f"--hold-out {hold_out}: leaves no task to score on; raise it")
+        model, tokenizer = load_model(*base_and_adapter(world_model, "world_model"))
+        with counting(notes, "rollouts", len(rollouts)) as advance:
+            tallies = evaluate(rollouts, model, tokenizer, advance)
+    if as_json:
+        figures = {name: asdict(tally) for name, tally in tallies.items()}
+        _print_json({"world_model": world_model, "all": asdict(together(tallies.values())), "kinds": figures})
+    else:
+        _print(tallies_table(tallies, title=f"Foretold exactly by {world_model}, {len(rollouts)} rollouts"))
+
+
+@world_model_app.command("serve")
+def world_model_serve(
+    store: Annotated[
+        Path, typer.Argument(help="The store that rollouts write to with `--transitions`; made where there is none.")
+    ],
+    directory: Annotated[
+        Path,
+        typer.Option(
+            "--output", help="Directory for its versions: give it to rollouts as `--world-model`, and they follow."
+        ),
+    ],
+    world_model: From = "builtin",
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT at which to take transitions from other machines (`obsspec rollout --transitions "
+            "http://HOST:PORT`), and to say how it goes (`/status`, `/metrics` for Prometheus)."
+        ),
+    ] = None,
+    vllm: Annotated[
+        str | None, typer.Option(help="URL of a vLLM server to load every version on: the next as `world-model-v2`.")
+    ] = None,
+    sglang: Annotated[str | None, typer.Option(help="The same of an SGLang server.")] = None,
+    publish_seconds: Annotated[float, typer.Option(min=0.0, help="Between two versions, at least.")] = 120.0,
+    passes: Annotated[float, typer.Option(help="How often a transition is trained on, on average.")] = 4.0,
+    replay: Annotated[float, typer.Option(help="Share of what is trained on that is drawn from all there is.")] = 0.5,
+    weights: Weights = "uniform",
+    learning_rate: Annotated[float, typer.Option(help="It does not fall.")] = 2e-4,
+    rows_per_step: Annotated[int, typer.Option(min=1, help="Rollouts in a step of the optimizer.")] = 4,
+    rank: Rank = 16,
+    full: Full = False,
+    precision: TrainingPrecision = "float32",
+    threads: Threads = 1,
+) -> None:
+    """Train a world model on transitions as they come, and publish versions of it, until Ctrl-C.
+
+    What is new is foretold before it is trained on, and that is the exact-match rate it reports. Weights that foretell
+    less than those that were published last are never published. The same command goes on where one ended.
+    """
+    with _interruptible(f"the same command goes on; its versions are in {directory}"):
+        with notes.status("loading PyTorch"):
+            import torch
+
+            from obsspec.loading import base_and_adapter
+            from obsspec.training.cotraining import Pace
+            from obsspec.training.finetune import Recipe
+            from obsspec.training.service import Service, serve
+
+        torch.set_num_threads(threads)
+        recipe = Recipe(
+            rows_per_step=rows_per_step,
+            learning_rate=learning_rate,
+            rank=None if full else rank,
+            precision=precision,
+        )
+        base, adapter = base_and_adapter(world_model, "world_model")
+        service = Service(store, directory, publish_seconds, listen, vllm, sglang)
+        serve(service, base, adapter, recipe, Pace(passes=passes, replay=replay, weighting=weights), notes)
 
 
 lab = typer.Typer(

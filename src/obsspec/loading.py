@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -9,22 +10,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import anyio
+import anyio.to_thread
+
 from obsspec.background import background
 from obsspec.budget import Seats
 from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
+from obsspec.errors import InputError
 from obsspec.gate import Gate
 from obsspec.hub import load_tokenizer
 from obsspec.policies import Precision
-from obsspec.policies.vllm import VllmPolicy
 from obsspec.predictors import Cascade, LanguageModel, Limits, Memory, Rules, TimeOuts
 from obsspec.runs import BUILTIN, Plan, Servers
 from obsspec.speculation import Speculator
+from obsspec.training.versions import Version, current_version
 from obsspec.types import Policy, Predictor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from obsspec.policies.networks import Network
+
+_log = logging.getLogger(__name__)
+_LOOK_SECONDS = 2.0
 
 OpenPolicy = Callable[[Seats], AbstractAsyncContextManager[Policy]]
 """Opens a policy that runs so many requests at once."""
@@ -78,8 +86,13 @@ class Models:
 def _world_model(plan: Plan, servers: Servers) -> tuple[OpenWorldModel, WorldModelChat]:
     open_world_model: OpenWorldModel
     if servers.world_model is None:
+        root = Path(plan.world_model)
+        version = current_version(root)
         network, tokenizer = _load(plan.world_model, "world_model", plan.precision)
-        open_world_model = partial(_in_process, network, Seats(1))
+        if version is None:
+            open_world_model = partial(_in_process, network, Seats(1))
+        else:
+            open_world_model = partial(_following, root, version, network, plan.precision)
     else:
         from obsspec.policies.following import FollowingPolicy
 
@@ -105,6 +118,8 @@ async def _in_process(network: Network, seats: Seats) -> AsyncIterator[Policy]:
 @asynccontextmanager
 async def _on_server(url: str, plan: Plan, tokenizer: PreTrainedTokenizerBase, seats: Seats) -> AsyncIterator[Policy]:
     """With the server's word on what everybody asks of it, so that many processes can share it."""
+    from obsspec.policies.vllm import VllmPolicy
+
     connection = VllmPolicy.connect(url, plan.model, tokenizer, max_context=plan.max_context)
     async with connection as policy, background() as reports:
         policy.check(plan.settings().sampling)
@@ -112,13 +127,46 @@ async def _on_server(url: str, plan: Plan, tokenizer: PreTrainedTokenizerBase, s
         yield policy
 
 
-def _load(name: str, role: str, precision: Precision) -> tuple[Network, PreTrainedTokenizerBase]:
-    """A model by the name of a plan: ``builtin``, a model's directory or hub name, or an adapter's directory."""
+@asynccontextmanager
+async def _following(root: Path, version: Version, network: Network, precision: Precision) -> AsyncIterator[Policy]:
+    """A world model in this process that takes up each new version that co-training publishes in ``root``."""
+    from obsspec.policies.local import LocalPolicy
+
+    policy = LocalPolicy(network)
+
+    async def follow(known: Version) -> None:
+        while True:
+            await anyio.sleep(_LOOK_SECONDS)
+            try:
+                newest = current_version(root)
+                if newest is not None and newest.number != known.number:
+                    network, _ = await anyio.to_thread.run_sync(_load, str(root), "world_model", precision)
+                    policy.replace(network)
+                    known = newest
+            except InputError as error:  # It may have gone while it was read. The one before does.
+                _log.warning("world model: %s", error)
+
+    async with background() as looks:
+        looks.start_soon(follow, version)
+        yield policy
+
+
+def base_and_adapter(name: str, role: str) -> tuple[str, str | None]:
+    """What `load_model` loads by the name of a plan: ``builtin``, a model's directory or hub name, an adapter's
+    directory, or that of a co-training, of which it is the current version. ``role``: ``policy`` or ``world_model``.
+    """
     from obsspec.models import DEFAULT_MODEL, adapter_base
-    from obsspec.policies.networks import load_network
 
     if name == BUILTIN:
-        return load_network(DEFAULT_MODEL, f"builtin:{role}", precision)
-    if (Path(name) / "adapter_config.json").is_file():
-        return load_network(adapter_base(Path(name)), name, precision)
-    return load_network(name, None, precision)
+        return DEFAULT_MODEL, f"builtin:{role}"
+    version = current_version(Path(name))
+    directory = Path(name) if version is None else version.directory
+    if (directory / "adapter_config.json").is_file():
+        return adapter_base(directory), str(directory)
+    return str(directory) if version else name, None
+
+
+def _load(name: str, role: str, precision: Precision) -> tuple[Network, PreTrainedTokenizerBase]:
+    from obsspec.policies.networks import load_network
+
+    return load_network(*base_and_adapter(name, role), precision)

@@ -162,14 +162,14 @@ def run(
     seats: int | None,
     gate_file: Path | None,
     notes: Console,
-    transitions: Path | None = None,
+    transitions: str | None = None,
 ) -> list[Failure]:
     """Carries out what of ``plan`` is not in the directory ``output`` yet. Returns the rollouts that broke.
 
     ``seats``: how many requests the policy runs at once; if not given, one in this process, and on a server as many as
     it takes. ``gate_file``: where what the gate learns is kept. ``transitions``: the store to which every executed
-    command is added. Raises InputError, before anything is loaded, where the plan cannot be carried out or one of these
-    places not be written.
+    command is added, or the URL of a co-training that takes them. Raises InputError, before anything is loaded, where
+    the plan cannot be carried out or one of these places not be written.
     """
     plan.predictors()
     jobs, tools = plan.jobs(), plan.environment()
@@ -219,10 +219,15 @@ def _kept(file: Path | None) -> Iterator[ExpectedValue]:
 
 
 @contextmanager
-def _recording(environment: OpenEnvironment, file: Path | None) -> Iterator[OpenEnvironment]:
-    """The environment, with each command that it executes added to the store in ``file``, if there is one."""
-    if file is None:
+def _recording(environment: OpenEnvironment, where: str | None) -> Iterator[OpenEnvironment]:
+    """The environment, with each command that it executes added to a store or sent to a URL, if there is one."""
+    if where is None:
         yield environment
-        return
-    with Transitions.open(file) as transitions:
-        yield recorded(environment, transitions)
+    elif _is_url(where):
+        from obsspec.training.posting import PostedTransitions
+
+        with PostedTransitions.open(where) as posted:
+            yield recorded(environment, posted)
+    else:
+        with Transitions.open(Path(where)) as transitions:
+            yield recorded(environment, transitions)

@@ -46,8 +46,14 @@ class LocalPolicy:
     def __init__(self, network: Network, workers: int = 1, cache_bytes: int = 1 << 30) -> None:
         self._network = network
         self._seats = _Seats(workers)
+        self._cache_bytes = cache_bytes
         self._prefixes = _Prefixes(cache_bytes)
         self._arrivals = count()
+
+    def replace(self, network: Network) -> None:
+        """Later requests are sampled from ``network``, those under way from the one with which they began."""
+        self._network = network
+        self._prefixes = _Prefixes(self._cache_bytes)  # What the other one remembers means nothing to it.
 
     async def generate(self, request: Request, emit: Callable[[Chunk], None]) -> Finish:
         """See ``types.Policy``. Raises ValueError for an empty context."""
@@ -57,26 +63,28 @@ class LocalPolicy:
         finish = finish_of(sampled, request.stop, request.max_tokens)
         if finish is not None:
             return finish
+        network, prefixes = self._network, self._prefixes
         unread = pieces(request.context) + [(token,) for token in sampled]
         with self._seats.seat((request.priority, next(self._arrivals))) as seat:
             # The last piece is read in any case, for what follows it.
-            known, past = self._prefixes.find(unread[:-1])
-            prefix = await seat.run(past.fork, known) if past else _Prefix([], self._network.memory())
-            with self._prefixes.kept(prefix):
+            known, past = prefixes.find(unread[:-1])
+            prefix = await seat.run(past.fork, known) if past else _Prefix([], network.memory())
+            with prefixes.kept(prefix):
                 for piece in unread[known:-1]:
-                    await seat.run(prefix.read, piece, self._network)
+                    await seat.run(prefix.read, piece, network)
                 piece = unread[-1]
                 while finish is None:
                     uniform = _uniform(request.seed, request.turn, len(sampled))
-                    token, logprob = await seat.run(self._next, prefix, piece, request.sampling, uniform)
+                    token, logprob = await seat.run(_next, prefix, piece, network, request.sampling, uniform)
                     emit(Chunk((token,), (logprob,)))
                     sampled.append(token)
                     piece = (token,)
                     finish = finish_of(sampled, request.stop, request.max_tokens)
         return finish
 
-    def _next(self, prefix: _Prefix, piece: Tokens, sampling: Sampling, uniform: float) -> tuple[int, float]:
-        return draw(prefix.read(piece, self._network), sampling, uniform)
+
+def _next(prefix: _Prefix, piece: Tokens, network: Network, sampling: Sampling, uniform: float) -> tuple[int, float]:
+    return draw(prefix.read(piece, network), sampling, uniform)
 
 
 def pieces(context: Context) -> list[Tokens]:

@@ -1,8 +1,8 @@
-"""Co-training as a service: it trains for as long as rollouts run, publishes, takes transitions in and says how it goes.
+"""Co-training as a service: it trains while rollouts run, publishes, takes transitions in and says how it goes.
 
-    POST /transitions    lines of JSON, from `training.posting`
-    GET /status          the figures as JSON
-    GET /metrics         the same for Prometheus
+POST /transitions    lines of JSON, from `training.posting`
+GET /status          the figures as JSON
+GET /metrics         the same for Prometheus
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import math
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -29,8 +30,10 @@ from starlette.routing import Route
 
 from obsspec.background import background
 from obsspec.errors import InputError
-from obsspec.training.cotraining import CoTraining
-from obsspec.training.publishing import Publisher
+from obsspec.policies.http import Server
+from obsspec.training.cotraining import CoTraining, Pace
+from obsspec.training.finetune import Recipe, load_trainable
+from obsspec.training.publishing import Publisher, SglangAdapters, SglangWeights, VllmAdapters, VllmWeights
 from obsspec.training.transitions import Transitions
 from obsspec.training.versions import Version, current_version
 from obsspec.types import PolicyError
@@ -41,6 +44,49 @@ _RETRY_SECONDS = 5.0
 _NOTE_SECONDS = 30.0
 
 
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Where a co-training's transitions come from, and where its versions go."""
+
+    store: Path
+    directory: Path
+    publish_seconds: float
+    listen: str | None = None
+    """HOST:PORT"""
+    vllm: str | None = None
+    """The URL of a server, as the next one."""
+    sglang: str | None = None
+
+
+def serve(service: Service, base: str, adapter: str | None, recipe: Recipe, pace: Pace, notes: Console) -> None:
+    """Co-trains the model ``base``, from ``adapter`` on, until Ctrl-C. Raises InputError as `cotrain` does, and for
+    places that cannot be used, before anything is trained."""
+    if not service.publish_seconds >= 0:
+        raise InputError(f"--publish-seconds {service.publish_seconds}: must be 0 or more")
+    with Transitions.open(service.store) as transitions:
+        with notes.status("loading the model"):
+            trainable = load_trainable(base, recipe, adapter)
+            training = CoTraining(transitions, service.directory, trainable, recipe, pace)
+        notes.print(f"version {training.figures.version} in {service.directory}: {_said(training)}")
+        with ExitStack() as stack:
+            if service.listen is not None:
+                url = stack.enter_context(listening(application(training, transitions), service.listen))
+                notes.print(f"listening at {url}: /transitions, /status, /metrics")
+            anyio.run(_serve, service, training, recipe.rank is None, notes)
+
+
+async def _serve(service: Service, training: CoTraining, whole: bool, notes: Console) -> None:
+    async with AsyncExitStack() as stack:
+        publishers: list[Publisher] = []
+        if service.vllm is not None:
+            server = await stack.enter_async_context(Server(service.vllm))
+            publishers.append(VllmWeights(server) if whole else VllmAdapters(server))
+        if service.sglang is not None:
+            server = await stack.enter_async_context(Server(service.sglang))
+            publishers.append(SglangWeights(server) if whole else SglangAdapters(server))
+        await cotrain(training, publishers, service.publish_seconds, notes)
+
+
 async def cotrain(
     training: CoTraining, publishers: Sequence[Publisher], publish_seconds: float, notes: Console
 ) -> None:
@@ -49,6 +95,11 @@ async def cotrain(
     Cancelled, it ends after the step that it is at, and saves. Raises InputError where a server will take no version,
     or the disk no checkpoint.
     """
+    newest = current_version(training.directory)
+    if newest is not None:
+        for publisher in publishers:  # What a server will never take is better known before anything is trained.
+            with suppress(PolicyError):
+                await publisher.publish(newest.number, newest.directory)
     async with _distributing(training, publishers, notes) as distribute:
         published = saved = noted = time.monotonic()
         try:
@@ -78,9 +129,7 @@ async def cotrain(
 
 
 @asynccontextmanager
-async def _distributing(
-    training: CoTraining, publishers: Sequence[Publisher], notes: Console
-) -> AsyncIterator[Any]:
+async def _distributing(training: CoTraining, publishers: Sequence[Publisher], notes: Console) -> AsyncIterator[Any]:
     """Yields a function that has a version brought to all servers, beside the training. A newer one takes its place."""
     newest: Version | None = current_version(training.directory)
 
@@ -97,7 +146,7 @@ async def _distributing(
             version = newest
             try:
                 await publisher.publish(version.number, version.directory)
-            except PolicyError as error:
+            except (PolicyError, InputError) as error:
                 notes.print(f"version {version.number} not taken, trying again: {error}")
                 await anyio.sleep(_RETRY_SECONDS)
             else:
@@ -168,7 +217,7 @@ _METRICS = {
 def application(training: CoTraining, transitions: Transitions) -> Starlette:
     """The three routes."""
     registry = CollectorRegistry()
-    registry.register(_Collector(training))  # type: ignore[arg-type]  # It has the one method that is called.
+    registry.register(_Collector(training))
 
     async def receive(request: Request) -> Response:
         content = await request.body()

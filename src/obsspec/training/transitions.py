@@ -322,9 +322,10 @@ class Transitions:
         first line that is none, and then adds nothing.
         """
         lines = []
-        for number, line in enumerate(content.splitlines(), start=1):
+        for number, posted in enumerate(content.split(b"\n"), start=1):
             try:
-                lines.append(_ADAPTER.validate_json(line))
+                if posted:
+                    lines.append(_ADAPTER.validate_json(posted))
             except ValidationError as error:
                 raise ValueError(f"line {number}: {wrong_field(error, 'the line')}") from None
         added = homeless = 0

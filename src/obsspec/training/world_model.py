@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
+from rich.table import Table
 
 from obsspec.analysis.formats import read_log
 from obsspec.chat import ChatFormat, WorldModelChat
 from obsspec.errors import InputError
 from obsspec.predictors.language_model import Limits
+from obsspec.reports.tables import share
 from obsspec.shell import kind_of
 from obsspec.training.finetune import Recipe, Trainable, exact_spans, finetune
 from obsspec.training.trajectories import Row, world_model_rows
@@ -145,3 +147,28 @@ def foretold(
         (span.place, right) for row in rows for span, right in zip(row.spans, exact_spans(model, row), strict=True)
     )
     return {place for place, right in exact if right}
+
+
+def together(tallies: Iterable[Tally]) -> Tally:
+    """Their sum."""
+    total = Tally()
+    for tally in tallies:
+        total.steps += tally.steps
+        total.exact += tally.exact
+        total.seconds += tally.seconds
+        total.exact_seconds += tally.exact_seconds
+    return total
+
+
+def tallies_table(tallies: Mapping[str, Tally], title: str, most: int = 15) -> Table:
+    """For people: a row for each of the most frequent kinds of command, one for the others, and one for all."""
+    rows = list(tallies.items())
+    table = Table("", "steps", "exact", "of tool seconds", title=title, title_justify="left")
+    if len(rows) > most + 1:
+        rest = together(tally for _, tally in rows[most:])
+        rows = [*rows[:most], (f"{len(rows) - most} others", rest)]
+    for name, tally in (*rows, ("all", together(tallies.values()))):
+        table.add_row(
+            name, str(tally.steps), share(tally.exact, tally.steps), share(tally.exact_seconds, tally.seconds)
+        )
+    return table
