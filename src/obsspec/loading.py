@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from obsspec.background import background
 from obsspec.budget import Seats
 from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
-from obsspec.gate import Gate
+from obsspec.gate import ExpectedValue
 from obsspec.hub import load_tokenizer
 from obsspec.policies import Precision
 from obsspec.policies.vllm import VllmPolicy
@@ -59,7 +59,7 @@ class Models:
         return cls(open_policy, TerminalChat(ChatFormat(tokenizer)), world_model)
 
     @asynccontextmanager
-    async def speculator(self, plan: Plan, seats: Seats, gate: Gate) -> AsyncIterator[Speculator]:
+    async def speculator(self, plan: Plan, seats: Seats, gate: ExpectedValue) -> AsyncIterator[Speculator]:
         """With empty caches and an empty memory: what it hits, it has learned since, but for what ``gate`` knows.
 
         Raises InputError where the policy's server is not fit for the plan.
@@ -71,7 +71,7 @@ class Models:
             network, chat = self.world_model
             predictors["language_model"] = LanguageModel(LocalPolicy(network), chat)
         chosen = {name: predictors[name] for name in plan.predictors()}
-        cascade = Cascade(chosen) if chosen else None
+        cascade = Cascade(chosen, worth_asking=gate.worth_asking) if chosen else None
         async with self.open_policy(seats) as policy:
             yield Speculator(policy, self.chat, cascade, replace(plan.settings(), gate=gate), seats)
 
