@@ -192,3 +192,13 @@ def test_how_long_a_command_goes_on_after_a_draft_has_come() -> None:
     for _ in range(60):
         times.learn("ls", 0.01)
     assert times.outlasting("ls", 1.0, most=3.0) < 0.1
+
+
+def test_on_a_full_server_less_is_worth_asking_for_unless_the_model_has_a_server_of_its_own() -> None:
+    gate = ExpectedValue()
+    for _ in range(50):
+        gate.tool_times.learn("make", 5.0)
+    assert gate.worth_asking("model", "make", 0.5, 0.3)
+    gate.price = 0.8
+    assert not gate.worth_asking("model", "make", 0.5, 0.3)
+    assert gate.worth_asking("model", "make", 0.5, 0.3, price=0.02)

@@ -235,19 +235,24 @@ class ExpectedValue:
     turns: int = 0
     """How many it has learned from."""
 
-    def worth_asking(self, predictor: str, command: str, chance: float, seconds: float) -> bool:
+    def worth_asking(
+        self, predictor: str, command: str, chance: float, seconds: float, price: float | None = None
+    ) -> bool:
         """Whether a predictor is to be asked at all, before it has cost anything:
 
-            chance * kept * gain * (1 - price) > seconds * price
+            chance * kept * gain * (1 - price) > seconds * its price
 
         ``chance``: that it has an exact draft which no cheaper predictor has, if it answers in time. ``seconds``: from
-        the question to its draft, usually, for which it costs what a policy second costs, and somewhat more than
-        nothing on an idle server. ``kept`` is the chance that such a draft gets a branch, and ``gain`` how much of the
-        next generation would lie under the command from then on.
+        the question to its draft, usually. ``kept`` is the chance that such a draft gets a branch, and ``gain`` how
+        much of the next generation would lie under the command from then on.
+
+        ``price``: what the rollouts lose for each second that it works. By default that of a policy second, and
+        somewhat more than nothing on an idle server: right where it runs on the policy's server, or on its cores.
         """
         gain = self.tool_times.outlasting(command, seconds, self.generation_seconds)
         kept = self.kept.get(predictor, _NEVER_EXACT).estimate(prior=1.0, weight=_PRIOR_KEPT)
-        return chance * kept * gain * (1 - self.price) > seconds * max(_LEAST_PRICE, self.price)
+        cost = max(_LEAST_PRICE, self.price) if price is None else price
+        return chance * kept * gain * (1 - self.price) > seconds * cost
 
     def probability(self, draft: Draft, command: str, elapsed: float) -> float:
         exact = self.calibration.probability(draft.predictor, draft.probability)
@@ -324,8 +329,7 @@ _MOST_KEPT = 50
 """Exact drafts of a predictor: what becomes of them changes with the load."""
 _NEVER_EXACT = Rate()
 _LEAST_PRICE = 0.1
-"""Of a second that a predictor works: on a server of its own it costs the policy nothing, but it is not for nothing;
-in this process it takes a core."""
+"""Of a second that a predictor works: also where nobody else runs on the server, it takes something from the policy."""
 _PRIOR_TIMES = 4.0
 """Commands of its own kind that all commands together count as much as."""
 _MOST_TIMES = 256
