@@ -229,6 +229,28 @@ def test_a_language_model_gives_up_on_what_is_improbable() -> None:
     in_virtual_time(body)
 
 
+def test_a_language_model_gives_up_on_what_would_get_no_branch() -> None:
+    """Of tokens of 0.37 each, where the gate asks for 0.2 of make and nothing of ls; but for one query in twenty."""
+
+    def least(predictor: str, command: str) -> float:
+        assert predictor == "language_model"
+        return 0.2 if command.startswith("make") else 0.0
+
+    async def body() -> None:
+        written = []
+        for number in range(200):
+            policy = Writes("a long text", logprob=-1.0)
+            model = LanguageModel(policy, CHAT, floor=0.0001, least=least)
+            await drafts_of(model, replace(QUERY, command=f"make {number}"))
+            written.append(policy.written)
+            await drafts_of(model, replace(QUERY, command=f"ls {number}"))
+            assert policy.written == written[-1] + 10, "0.0001 is reached after ten"
+        assert set(written) == {2, 10}, "0.2 is reached after two"
+        assert 2 <= written.count(10) <= 20
+
+    in_virtual_time(body)
+
+
 def test_a_language_model_proposes_nothing_that_was_cut_off() -> None:
     async def body() -> None:
         limits = Limits(draft_tokens=8)

@@ -84,6 +84,17 @@ class Calibration:
         rates = self.rates.get(predictor)
         return stated if rates is None else rates[_tenth(stated)].estimate(prior=stated, weight=_PRIOR_DRAFTS)
 
+    def stated(self, predictor: str, least: float) -> float:
+        """The smallest probability that a predictor can state of a draft that is exact with probability ``least`` or
+        more; 1 where there is none."""
+        for place, rate in enumerate(self.rates.get(predictor, [Rate() for _ in range(10)])):
+            low, high = place / 10, (place + 1) / 10
+            # Within a tenth the estimate grows with what is stated: (hits + prior * stated) / (attempts + prior).
+            needed = least + (least * rate.attempts - rate.hits) / _PRIOR_DRAFTS
+            if needed < high:
+                return max(low, needed)
+        return 1.0
+
     def learn(self, predictor: str, stated: float, exact: bool) -> None:
         rate = self.rates.setdefault(predictor, [Rate() for _ in range(10)])[_tenth(stated)]
         rate.count(exact, most=_MOST_DRAFTS)
@@ -230,6 +241,8 @@ class ExpectedValue:
     250 tokens at 25,000 a second."""
     price: float = 0.0
     """As above, on average over the last drafts that wanted a branch."""
+    running: float = 0.0
+    """Likewise, the requests that the server was running then."""
     kept: dict[str, Rate] = field(default_factory=dict)
     """By predictor: of its exact drafts that came in time, those that had got a branch."""
     turns: int = 0
@@ -254,6 +267,14 @@ class ExpectedValue:
         cost = max(_LEAST_PRICE, self.price) if price is None else price
         return chance * kept * gain * (1 - self.price) > seconds * cost
 
+    def least(self, predictor: str, command: str) -> float:
+        """The least probability that ``predictor`` has to state of a draft for ``command``, which begins now, to get it
+        a branch, on a server as the last drafts found it. Less likely ones need not be written to their end."""
+        hidden = self.tool_times.remaining(command, 0.0, self.generation_seconds)
+        cost = hidden * self.price + max(0.0, self.reading_seconds) * self.running
+        worth = hidden * (1 - self.price)
+        return self.calibration.stated(predictor, cost / (cost + worth) if cost + worth else 1.0)
+
     def probability(self, draft: Draft, command: str, elapsed: float) -> float:
         exact = self.calibration.probability(draft.predictor, draft.probability)
         if not draft.if_timed_out:
@@ -274,6 +295,7 @@ class ExpectedValue:
         loaded = self.step_times.slowdown(usual=min(_MOST_SLOWDOWN, _FULL / bet.seats)) * bet.running
         price = loaded / (1 + loaded)
         self.price += _RECENT * (price - self.price)
+        self.running += _RECENT * (bet.running - self.running)
         reading = max(0.0, self.reading_seconds) * bet.running
         return bet.probability * gain * (1 - price) > (1 - bet.probability) * (hidden * price + reading)
 

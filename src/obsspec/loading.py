@@ -69,7 +69,7 @@ class Models:
             from obsspec.policies.local import LocalPolicy
 
             network, chat = self.world_model
-            predictors["language_model"] = LanguageModel(LocalPolicy(network), chat)
+            predictors["language_model"] = LanguageModel(LocalPolicy(network), chat, least=gate.least)
         chosen = {name: predictors[name] for name in plan.predictors()}
         cascade = Cascade(chosen, worth_asking=gate.worth_asking) if chosen else None
         async with self.open_policy(seats) as policy:

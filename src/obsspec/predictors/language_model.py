@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import anyio
 
@@ -17,7 +18,10 @@ from obsspec.chat import WorldModelChat
 from obsspec.context import Context, Tokens
 from obsspec.errors import InputError
 from obsspec.predictors.prefixes import Prefixes
+from obsspec.predictors.trials import on_trial
 from obsspec.types import Chunk, Draft, Exchange, Observation, Policy, Query, Request, Sampling
+
+_NAME = "language_model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +94,35 @@ class Prompts:
         return _Prompt(prompt.opening, kept, context)
 
 
+class Least(Protocol):
+    """The least probability that ``predictor``, a name, has to state of a draft for ``command`` to get it a branch.
+    `ExpectedValue.least` is one."""
+
+    def __call__(self, predictor: str, command: str) -> float: ...
+
+
 class LanguageModel:
     """A ``types.Predictor`` that proposes the greedy continuation, if it is short and likely enough.
 
-    A draft is given up as soon as its probability falls below ``floor``, since it can only fall further. ``learn`` does
-    nothing: the model is trained elsewhere, on ``Prompts`` of the same limits.
+    A draft is given up as soon as its probability falls below ``floor``, since it can only fall further; or below
+    ``least``, where that is more, but for one query in twenty, by which is learned how often such drafts come true.
+    ``learn`` does nothing: the model is trained elsewhere, on ``Prompts`` of the same limits.
     """
 
-    def __init__(self, policy: Policy, chat: WorldModelChat, limits: Limits = Limits(), floor: float = 0.1) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        chat: WorldModelChat,
+        limits: Limits = Limits(),
+        floor: float = 0.1,
+        least: Least | None = None,
+    ) -> None:
         self._policy = policy
         self._chat = chat
         self._prompts = Prompts(chat, limits)
         self._sampling = Sampling(temperature=0.0, max_tokens=limits.draft_tokens)
-        self._least = math.log(floor) if floor > 0 else -math.inf
+        self._floor = floor
+        self._least = least
 
     async def predict(self, query: Query, propose: Callable[[Draft], None]) -> None:
         context = self._prompts.of(query)
@@ -110,18 +130,25 @@ class LanguageModel:
             return
         tokens: list[int] = []
         logprob = 0.0
+        least = self._least_logprob(query)
         with anyio.CancelScope() as worthwhile:
 
             def emit(chunk: Chunk) -> None:
                 nonlocal logprob
                 tokens.extend(chunk.tokens)
                 logprob += sum(chunk.logprobs)
-                if logprob < self._least:
+                if logprob < least:
                     worthwhile.cancel()
 
             finish = await self._policy.generate(self._request(query, context, self._sampling.max_tokens), emit)
-            if finish == "stop" and logprob >= self._least:
-                propose(Draft(self._chat.text(tuple(tokens)), math.exp(min(0.0, logprob)), "language_model"))
+            if finish == "stop" and logprob >= least:
+                propose(Draft(self._chat.text(tuple(tokens)), math.exp(min(0.0, logprob)), _NAME))
+
+    def _least_logprob(self, query: Query) -> float:
+        least = self._floor
+        if self._least is not None and not on_trial(f"unlikely {_NAME}", query):
+            least = max(least, self._least(_NAME, query.command))
+        return math.log(least) if least > 0 else -math.inf
 
     async def prepare(self, query: Query) -> None:
         """Has the history read, so that what is left to read is the command."""
