@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from obsspec.background import background
 from obsspec.budget import Seats
@@ -69,7 +69,8 @@ class Models:
             from obsspec.policies.local import LocalPolicy
 
             network, chat = self.world_model
-            predictors["language_model"] = LanguageModel(LocalPolicy(network), chat, least=gate.least)
+            drafts: Literal[1, 2] = 1 if plan.breadth == 1 else 2
+            predictors["language_model"] = LanguageModel(LocalPolicy(network), chat, least=gate.least, drafts=drafts)
         chosen = {name: predictors[name] for name in plan.predictors()}
         cascade = Cascade(chosen, worth_asking=gate.worth_asking) if chosen else None
         async with self.open_policy(seats) as policy:

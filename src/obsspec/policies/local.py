@@ -21,7 +21,7 @@ import anyio
 import numpy as np
 import torch
 
-from obsspec.types import Chunk, Finish, Request, Sampling, finish_of
+from obsspec.types import Chunk, Finish, Request, RunnerUp, Sampling, finish_of
 
 if TYPE_CHECKING:
     from obsspec.context import Context, Tokens
@@ -68,15 +68,19 @@ class LocalPolicy:
                 piece = unread[-1]
                 while finish is None:
                     uniform = _uniform(request.seed, request.turn, len(sampled))
-                    token, logprob = await seat.run(self._next, prefix, piece, request.sampling, uniform)
-                    emit(Chunk((token,), (logprob,)))
-                    sampled.append(token)
-                    piece = (token,)
+                    chunk = await seat.run(self._next, prefix, piece, request, uniform)
+                    emit(chunk)
+                    sampled += chunk.tokens
+                    piece = chunk.tokens
                     finish = finish_of(sampled, request.stop, request.max_tokens)
         return finish
 
-    def _next(self, prefix: _Prefix, piece: Tokens, sampling: Sampling, uniform: float) -> tuple[int, float]:
-        return draw(prefix.read(piece, self._network), sampling, uniform)
+    def _next(self, prefix: _Prefix, piece: Tokens, request: Request, uniform: float) -> Chunk:
+        logits = prefix.read(piece, self._network)
+        token, logprob = draw(logits, request.sampling, uniform)
+        greedy = request.sampling.temperature == 0
+        runners_up = (runner_up(logits, token),) if request.runners_up and greedy else ()
+        return Chunk((token,), (logprob,), runners_up=runners_up)
 
 
 def pieces(context: Context) -> list[Tokens]:
@@ -114,6 +118,14 @@ def draw(logits: torch.Tensor, sampling: Sampling, uniform: float) -> tuple[int,
     cumulative = logprobs.exp().cumsum(0)
     token = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
     return token, float(logprobs[token])
+
+
+def runner_up(logits: torch.Tensor, token: int) -> RunnerUp:
+    """The likeliest token but for ``token``, and its log-probability at temperature 1."""
+    logprobs = logits.double().log_softmax(0)
+    logprobs[token] = -torch.inf
+    second = int(logprobs.argmax())
+    return second, float(logprobs[second])
 
 
 def _uniform(seed: int, turn: int, position: int) -> float:
