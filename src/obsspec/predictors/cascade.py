@@ -55,9 +55,15 @@ class _Ask:
     began: float
     trial: bool
     """Whether it was asked though it was not worth that."""
-    seconds: float | None = None
-    """To its first draft; where it had none, to when it returned. None so far."""
+    ended: float | None = None
+    """When its first draft came; where there was none, when it returned or was cancelled. None so far."""
+    answered: bool = False
+    """Whether it was not cancelled before."""
     texts: set[str] = field(default_factory=set)
+
+    def end(self, answered: bool) -> None:
+        if self.ended is None:
+            self.ended, self.answered = anyio.current_time(), answered
 
 
 @dataclass(slots=True)
@@ -85,11 +91,10 @@ class _Record:
         return self.seconds / max(1, self.answered)
 
     def learn(self, ask: _Ask, own: bool) -> None:
-        in_time = ask.seconds is not None
         self.asked += 1
-        self.answered += in_time
+        self.answered += ask.answered
         self.own += own
-        self.seconds += anyio.current_time() - ask.began if ask.seconds is None else ask.seconds
+        self.seconds += (anyio.current_time() if ask.ended is None else ask.ended) - ask.began
         self.idle = self.idle + 1 if ask.trial else 0
         if self.asked >= _MOST:
             self.asked //= 2
@@ -139,8 +144,7 @@ class Cascade:
 
         def merge(ask: _Ask, draft: Draft) -> None:
             ask.texts.add(draft.text)
-            if ask.seconds is None:
-                ask.seconds = anyio.current_time() - ask.began
+            ask.end(answered=True)
             if draft.probability > highest.get(draft.text, -1.0):
                 highest[draft.text] = draft.probability
                 propose(draft)
@@ -171,8 +175,10 @@ class Cascade:
             await self._predictors[name].predict(query, propose)
         except Exception:
             self._fail(name)
-        if ask.seconds is None:
-            ask.seconds = anyio.current_time() - ask.began
+        except BaseException:
+            ask.end(answered=False)
+            raise
+        ask.end(answered=True)
         returned.set()
 
     async def prepare(self, query: Query) -> None:
