@@ -42,6 +42,7 @@ def scenario(seed: int) -> Scenario:
         rollouts=1 if alone else random.randint(1, 3),
         suspensions=random.choice((0.0, 0.0, 0.5, 5.0)),
         least=random.choice((None, 0.0, 0.3)),
+        spares=random.random() < 0.5,
     )
 
 

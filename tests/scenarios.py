@@ -18,6 +18,7 @@ import trio.testing
 from obsspec.budget import Seats
 from obsspec.context import Context, Tokens
 from obsspec.gate import ExpectedValue, Threshold
+from obsspec.predictors import Cascade
 from obsspec.speculation import Rollout, Settings, Speculator
 from obsspec.testing import ScriptedChat, ScriptedEnvironment, ScriptedPolicy
 from obsspec.types import (
@@ -30,6 +31,7 @@ from obsspec.types import (
     Malformed,
     Observation,
     PolicyError,
+    Predictor,
     Query,
     Request,
     Sampling,
@@ -74,6 +76,8 @@ class Scenario:
     """How often in a virtual second somebody suspends a branch, committed ones included."""
     least: float | None = 0.0
     """The gate's threshold; None for the expected value."""
+    spares: bool = False
+    """Whether the predictor is asked only where an expected value says that it is worth it."""
 
     def random(self, *key: object) -> Random:
         return Random(f"{self.seed}/{key}")
@@ -246,7 +250,12 @@ async def _check(scenario: Scenario) -> list[Rollout]:
     scripted = ScriptedPolicy(scenario.write, scenario.token_seconds)
     policy = FaultyPolicy(scenario, scripted)
     predictor = ScenarioPredictor(scenario)
-    speculator = Speculator(policy, ScriptedChat(), predictor, scenario.settings(), Seats(scenario.seats))
+    settings = scenario.settings()
+    asked: Predictor = predictor
+    if scenario.spares:
+        gate = settings.gate if isinstance(settings.gate, ExpectedValue) else ExpectedValue()
+        asked = Cascade({"scenario": predictor}, worth_asking=gate.worth_asking)
+    speculator = Speculator(policy, ScriptedChat(), asked, settings, Seats(scenario.seats))
     runs: dict[int, Rollout] = {}
     environments = [ScriptedEnvironment(scenario.execute) for _ in references]
     seconds: dict[int, float] = {}

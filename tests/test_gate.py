@@ -11,6 +11,8 @@ from random import Random
 import pytest
 import trio
 import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from obsspec import (
     Action,
@@ -170,6 +172,43 @@ def test_what_is_no_gate_is_named(tmp_path: Path, content: str | None) -> None:
         ExpectedValue.load(file)
     with pytest.raises(InputError, match="choose a file that can be written"):
         ExpectedValue().save(tmp_path / "nowhere" / "gate.json")
+
+
+@given(
+    st.integers(0, 40),
+    st.floats(0.0, 0.5),
+    st.lists(st.tuples(st.floats(0.0, 1.0), st.booleans()), max_size=40),
+    st.floats(0.05, 60.0),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_the_least_that_a_predictor_has_to_state_is_what_the_gate_admits(
+    running: int, reading: float, drafts: list[tuple[float, bool]], seconds: float
+) -> None:
+    gate = learned(*[turn("make", seconds)] * 20)
+    gate.reading_seconds = reading
+    for stated, exact in drafts:
+        gate.calibration.learn("model", stated, exact)
+    for _ in range(500):  # The server is as busy as ever.
+        gate.admits(bet(0.5, "make", running=running))
+    least = gate.least("model", "make")
+    for stated in (0.999 * least, 1.001 * least + 1e-6):
+        if 0 < stated <= 1 and int(10 * stated) == int(10 * least):
+            probability = gate.probability(Draft("", stated, "model"), "make", 0.0)
+            assert gate.admits(bet(probability, "make", running=running)) == (stated > least)
+    below = [number * least / 20 for number in range(20)]
+    likeliest = max(gate.probability(Draft("", stated, "model"), "make", 0.0) for stated in below) if least else 0.0
+    assert not gate.admits(bet(0.999 * likeliest, "make", running=running))
+
+
+def test_an_idle_server_asks_for_no_likelihood_and_a_full_one_for_much() -> None:
+    gate = learned(*[turn("make", 5.0)] * 20)
+    assert gate.least("model", "make") < 0.01
+    for _ in range(500):
+        gate.admits(bet(0.5, "make", running=64))
+    assert gate.least("model", "make") > 0.7
+    for _ in range(200):
+        gate.calibration.learn("modest", 0.35, True)
+    assert gate.least("modest", "make") == pytest.approx(0.3), "it is right whenever it says so"
 
 
 class FairlySure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import anyio
 import anyio.lowlevel
@@ -325,6 +326,26 @@ async def test_greedy_takes_the_likeliest_at_temperature_one() -> None:
     assert generation.tokens == tuple(expected.argmax(-1).tolist())
     chosen = expected.max(-1).values.tolist()
     assert generation.logprobs == pytest.approx(chosen, abs=1e-4)
+
+
+@pytest.mark.anyio
+async def test_runners_up_are_the_second_likeliest_tokens_of_greedy_generations() -> None:
+    model = llama()
+    asked = request(Context.of(given(20)), sampling=Sampling(temperature=0), stop=(), runners_up=True)
+    chunks: list[Chunk] = []
+    await LocalPolicy(HubNetwork(model)).generate(asked, chunks.append)
+    tokens = tuple(token for chunk in chunks for token in chunk.tokens)
+    with torch.inference_mode():
+        logits = model(torch.tensor([given(20) + tokens])).logits[0]
+    logprobs, expected = logits[19:-1].double().log_softmax(-1).topk(2)
+    assert tokens == tuple(expected[:, 0].tolist())
+    runners_up = [pair for chunk in chunks for pair in chunk.runners_up]
+    assert [token for token, _ in runners_up] == expected[:, 1].tolist()
+    assert [logprob for _, logprob in runners_up] == pytest.approx(logprobs[:, 1].tolist(), abs=1e-4)
+    for other in (replace(asked, runners_up=False), replace(asked, sampling=Sampling())):
+        chunks.clear()
+        await LocalPolicy(HubNetwork(model)).generate(other, chunks.append)
+        assert not any(chunk.runners_up for chunk in chunks)
 
 
 def test_draw_follows_the_distribution() -> None:

@@ -186,6 +186,76 @@ def test_a_language_model_proposes_what_it_writes() -> None:
     in_virtual_time(body)
 
 
+class Knows:
+    """A policy that gives each of some texts its probability, and of all that begin alike writes the likeliest on."""
+
+    def __init__(self, texts: dict[str, float], tells: bool = True) -> None:
+        self.texts = {(*encode(text), STOP): probability for text, probability in texts.items()}
+        self.tells = tells
+        self.requests: list[Request] = []
+
+    async def generate(self, request: Request, emit: Callable[[Chunk], None]) -> Finish:
+        self.requests.append(request)
+        written = request.resume.tokens
+        while written[-1:] != (STOP,):
+            await anyio.sleep(1)
+            known = {text: p for text, p in self.texts.items() if text[: len(written)] == written}
+            chances: dict[int, float] = {}
+            for text, probability in known.items():
+                token = text[len(written)]
+                chances[token] = chances.get(token, 0.0) + probability / sum(known.values())
+            (token, logprob), *others = sorted(
+                ((t, math.log(c)) for t, c in chances.items()), key=lambda pair: -pair[1]
+            )
+            second = others[0] if others else (token + 1, -100.0)
+            emit(Chunk((token,), (logprob,), runners_up=(second,) if request.runners_up and self.tells else ()))
+            written += (token,)
+        return "stop"
+
+
+def test_a_second_draft_departs_where_that_is_likeliest() -> None:
+    async def body() -> None:
+        policy = Knows({"ab": 0.5, "ac": 0.3, "xy": 0.2})
+        drafts = await drafts_of(LanguageModel(policy, CHAT, drafts=2))
+        assert [(second, draft.text) for second, draft in drafts] == [(3, "ab"), (4, "ac")]
+        assert [draft.probability for _, draft in drafts] == [pytest.approx(0.5), pytest.approx(0.3)]
+        policy = Knows({"ab": 0.5, "a": 0.15, "xy": 0.2, "xz": 0.15})
+        drafts = await drafts_of(LanguageModel(policy, CHAT, drafts=2))
+        assert [draft.text for _, draft in drafts] == ["ab", "xy"], "x is likelier than the end after a"
+        policy = Knows({"a": 0.6, "ab": 0.4})
+        drafts = await drafts_of(LanguageModel(policy, CHAT, drafts=2))
+        assert [draft.text for _, draft in drafts] == ["a", "ab"]
+        policy = Knows({"ab": 0.6, "a": 0.4})
+        drafts = await drafts_of(LanguageModel(policy, CHAT, drafts=2))
+        assert [draft.text for _, draft in drafts] == ["ab", "a"]
+
+    in_virtual_time(body)
+
+
+def test_a_second_draft_may_be_likely_where_the_first_was_not() -> None:
+    """The first token is almost even, and what follows the likelier one is anybody's guess."""
+
+    async def body() -> None:
+        guesses = {f"a{letter}": 0.05 for letter in "0123456789"} | {"a0": 0.06}
+        drafts = await drafts_of(LanguageModel(Knows(guesses | {"xyz": 0.45}), CHAT, drafts=2))
+        assert [draft.text for _, draft in drafts] == ["xyz"]
+
+    in_virtual_time(body)
+
+
+def test_there_is_no_second_draft_where_it_is_improbable_or_not_asked_for_or_the_policy_does_not_tell() -> None:
+    async def body() -> None:
+        policy = Knows({"ab": 0.95, "ac": 0.05})
+        assert len(await drafts_of(LanguageModel(policy, CHAT, drafts=2))) == 1
+        assert len(policy.requests) == 1, "that is known without writing it"
+        policy = Knows({"ab": 0.6, "ac": 0.4})
+        assert len(await drafts_of(LanguageModel(policy, CHAT))) == 1
+        assert not policy.requests[0].runners_up
+        assert len(await drafts_of(LanguageModel(Knows({"ab": 0.6, "ac": 0.4}, tells=False), CHAT, drafts=2))) == 1
+
+    in_virtual_time(body)
+
+
 def test_a_language_model_prepares_by_reading_the_history() -> None:
     async def body() -> None:
         policy = Writes("x")
@@ -225,6 +295,28 @@ def test_a_language_model_gives_up_on_what_is_improbable() -> None:
         policy = Writes("a long text", logprob=-1.0)
         assert await drafts_of(LanguageModel(policy, CHAT, floor=0.05)) == []
         assert policy.written == 3, "exp(-3) is the first below 0.05"
+
+    in_virtual_time(body)
+
+
+def test_a_language_model_gives_up_on_what_would_get_no_branch() -> None:
+    """Of tokens of 0.37 each, where the gate asks for 0.2 of make and nothing of ls; but for one query in twenty."""
+
+    def least(predictor: str, command: str) -> float:
+        assert predictor == "language_model"
+        return 0.2 if command.startswith("make") else 0.0
+
+    async def body() -> None:
+        written = []
+        for number in range(200):
+            policy = Writes("a long text", logprob=-1.0)
+            model = LanguageModel(policy, CHAT, floor=0.0001, least=least)
+            await drafts_of(model, replace(QUERY, command=f"make {number}"))
+            written.append(policy.written)
+            await drafts_of(model, replace(QUERY, command=f"ls {number}"))
+            assert policy.written == written[-1] + 10, "0.0001 is reached after ten"
+        assert set(written) == {2, 10}, "0.2 is reached after two"
+        assert 2 <= written.count(10) <= 20
 
     in_virtual_time(body)
 

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
+import anyio
 import pytest
 import trio
 import trio.testing
+from rich.console import Console
 
-from obsspec import Draft, Failure, InputError, Observation, Query, Settings, Speculator, Task, Trajectory, rollout
+from obsspec import (
+    Draft,
+    Failure,
+    InputError,
+    Observation,
+    Predictor,
+    Query,
+    Settings,
+    Speculator,
+    Task,
+    Trajectory,
+    rollout,
+)
 from obsspec.reports.comparison import check_comparable, compare
 from obsspec.reports.records import TrajectoryLine, line_of, open_run, read_settings, read_trajectories
 from obsspec.reports.summary import summarize
+from obsspec.reports.tables import summary_table
 from obsspec.testing import ScriptedChat, ScriptedEnvironment, ScriptedPolicy, decode
 
 
@@ -40,11 +56,15 @@ def trajectory(
     depth: int = 1,
     task: str = "family/easy/1",
     reward: float = 1,
+    predictor: Predictor | None = None,
+    seconds: float = 1.0,
+    breadth: int = 1,
 ) -> TrajectoryLine:
     texts = (*commands, "done")
     policy = ScriptedPolicy(lambda context, seed: texts[decode(context).count("\n") // 2])
-    speculator = Speculator(policy, ScriptedChat(), Always(draft), Settings(depth=depth))
-    environment = ScriptedEnvironment(lambda executed: Observation(output, 1.0, 0), reward)
+    settings = Settings(depth=depth, breadth=breadth)
+    speculator = Speculator(policy, ScriptedChat(), predictor or Always(draft), settings)
+    environment = ScriptedEnvironment(lambda executed: Observation(output, seconds, 0), reward)
 
     async def main() -> Trajectory:
         return await rollout(speculator, Task(task, "go", "family", "easy"), environment.open)
@@ -163,9 +183,62 @@ def test_a_summary_states_its_denominators() -> None:
     assert summary.wasted_tokens == 5
     assert summary.waiting_seconds == pytest.approx(0)
     always = summary.predictors["always"]
-    assert (always.drafts, always.exact, always.hits) == (3, 2, 2)
+    assert (always.drafted, always.drafts, always.exact, always.hits) == (3, 3, 2, 2)
+    assert (always.share_of_hits, always.share_of_hidden) == (1, 1)
     assert always.hidden_seconds == pytest.approx(summary.hidden_seconds)
     assert summary.solved_by_family == {"family": (2, 3)}
+
+
+class Both:
+    """Drafts what is wrong, as ``quick``, and a second later what is right, as ``slow``; ``silent`` says nothing."""
+
+    async def predict(self, query: Query, propose: Callable[[Draft], None]) -> None:
+        propose(Draft("wrong", 0.6, "quick"))
+        if query.command == "make":
+            propose(Draft("also wrong", 0.5, "quick"))
+        await anyio.sleep(1)
+        propose(Draft("out", 0.9, "slow"))
+
+    async def prepare(self, query: Query) -> None:
+        pass
+
+    def learn(self, query: Query, observation: Observation) -> None:
+        pass
+
+
+def test_each_predictor_has_its_share() -> None:
+    """Of what a finished run's file tells: ``quick`` is in time for three calls and right on one of them."""
+    right_on_ls = trajectory("make", "ls", predictor=Both(), seconds=5.0, breadth=3)
+    with_ls = trajectory("ls", predictor=Both(), seconds=0.5, breadth=3, output="wrong")
+    predictors = summarize([right_on_ls, with_ls]).predictors
+    assert list(predictors) == ["quick", "slow"]
+    quick, slow = predictors["quick"], predictors["slow"]
+    assert (quick.drafted, quick.drafts, quick.exact, quick.hits) == (3, 4, 1, 1)
+    assert (slow.drafted, slow.drafts, slow.exact, slow.hits) == (2, 2, 2, 2)
+    assert (quick.draft_seconds, slow.draft_seconds) == (0, 1)
+    assert quick.share_of_hits == pytest.approx(1 / 3)
+    assert slow.share_of_hits == pytest.approx(2 / 3)
+    assert (quick.hidden_seconds, slow.hidden_seconds) == (pytest.approx(0.5), pytest.approx(0.3 + 0.5))
+    assert quick.share_of_hidden + slow.share_of_hidden == pytest.approx(1)
+
+
+def test_the_table_of_predictors_fits_a_page() -> None:
+    console = Console(record=True, width=80)
+    console.print(summary_table(summarize([trajectory("make", "ls", predictor=Both(), seconds=5.0, breadth=3)]), "run"))
+    rows = [line.split() for line in console.export_text().splitlines()]
+    (row,) = [row for row in rows if "slow" in row]
+    assert [cell for cell in row if cell != "│"] == [
+        "slow",
+        "2",
+        "2",
+        "of",
+        "2",
+        "1.00",
+        "2",
+        "(100.0%)",
+        "0.8",
+        "(100.0%)",
+    ]
 
 
 def test_time_in_which_nothing_ran_is_waiting() -> None:

@@ -78,6 +78,11 @@ class FakeSglang:
             shown = entries[first:] if self.incremental else entries
             meta = {"id": body["rid"], "finish_reason": finish, "completion_tokens": len(entries)}
             meta |= {"output_token_logprobs": shown, "weight_version": "3"}
+            if body["top_logprobs_num"]:
+                meta["output_top_logprobs"] = [
+                    [entry, (2 * entry[0], entry[1] + 100, None)] if place % 2 else [(-9.0, 1, None), entry]
+                    for place, entry in enumerate(shown)
+                ]
             await exchange.event({"text": "\u2028", "output_ids": [token for _, token, _ in shown], "meta_info": meta})
         self.running.discard(body["rid"])
         await exchange.end()
@@ -119,6 +124,23 @@ async def run(policy: SglangPolicy, asked: Request, cancel_after: int | None = N
         asked.resume.weight_versions + tuple(chunk.weight_version for chunk in chunks for _ in chunk.tokens),
         finish,
     )
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_runners_up_are_the_likeliest_that_were_not_chosen(incremental: bool) -> None:
+    """The fake's second likeliest is a hundred more than the token in odd places, and token 1 in even ones."""
+    fake = FakeSglang(lambda before, seed: len(before), incremental, step=2)
+    async with serve(fake) as url, Server(url) as server:
+        chunks: list[Chunk] = []
+        asked = request(sampling=Sampling(temperature=0), runners_up=True)
+        await SglangPolicy(server).generate(asked, chunks.append)
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        seconds = [token for chunk in chunks for token, _ in chunk.runners_up]
+        assert seconds == [token + 100 if place % 2 else 1 for place, token in enumerate(tokens)]
+        assert [body["top_logprobs_num"] for body in fake.bodies] == [2]
+        await SglangPolicy(server).generate(request(runners_up=True), chunks.append)
+        assert fake.bodies[-1]["top_logprobs_num"] == 0
 
 
 @pytest.mark.anyio

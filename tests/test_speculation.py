@@ -29,6 +29,7 @@ many = settings(max_examples=700, deadline=None, suppress_health_check=list(Heal
         accuracy=shares,
         predictor_faults=st.sampled_from((0.0, 0.3)),
         least=st.sampled_from((None, 0.0, 0.3)),
+        spares=st.booleans(),
     )
 )
 def test_a_rollout_is_the_sequential_one_and_never_later(scenario: Scenario) -> None:
@@ -66,6 +67,7 @@ def test_faults_and_cancellation_at_any_moment(scenario: Scenario) -> None:
         seats=st.sampled_from((1, 2, 3, math.inf)),
         rollouts=st.integers(1, 3),
         least=st.sampled_from((None, 0.0)),
+        spares=st.booleans(),
         suspensions=st.sampled_from((0.0, 0.5, 5.0)),
     )
 )

@@ -231,6 +231,24 @@ async def test_greedy_is_what_the_local_policy_gives(served: Served, turns: int)
 
 
 @pytest.mark.anyio
+async def test_runners_up_are_what_the_local_policy_gives(served: Served) -> None:
+    asked = request(context=context(2), sampling=GREEDY, max_tokens=48, stop=CHAT.stop, runners_up=True)
+    local: list[Chunk] = []
+    await LocalPolicy(HubNetwork(served.model)).generate(asked, local.append)
+    remote: list[Chunk] = []
+    async with VllmPolicy.connect(served.url) as policy:
+        await policy.generate(asked, remote.append)
+        sampled: list[Chunk] = []
+        await policy.generate(request(runners_up=True), sampled.append)
+    expected = [pair for chunk in local for pair in chunk.runners_up]
+    runners_up = [pair for chunk in remote for pair in chunk.runners_up]
+    assert len(runners_up) == sum(len(chunk.tokens) for chunk in remote)
+    assert [token for token, _ in runners_up] == [token for token, _ in expected]
+    assert [logprob for _, logprob in runners_up] == pytest.approx([logprob for _, logprob in expected], abs=1e-3)
+    assert not any(chunk.runners_up for chunk in sampled)
+
+
+@pytest.mark.anyio
 async def test_logprobs_are_of_the_distribution_sampled_from(served: Served) -> None:
     asked = request(sampling=Sampling(temperature=0.7), max_tokens=32)
     async with VllmPolicy.connect(served.url) as policy:

@@ -84,11 +84,20 @@ class Calibration:
         rates = self.rates.get(predictor)
         return stated if rates is None else rates[_tenth(stated)].estimate(prior=stated, weight=_PRIOR_DRAFTS)
 
+    def stated(self, predictor: str, least: float) -> float:
+        """The smallest probability that a predictor can state of a draft that is exact with probability ``least`` or
+        more; 1 where there is none."""
+        for place, rate in enumerate(self.rates.get(predictor, [Rate() for _ in range(10)])):
+            low, high = place / 10, (place + 1) / 10
+            # Within a tenth the estimate grows with what is stated: (hits + prior * stated) / (attempts + prior).
+            needed = least + (least * rate.attempts - rate.hits) / _PRIOR_DRAFTS
+            if needed < high:
+                return max(low, needed)
+        return 1.0
+
     def learn(self, predictor: str, stated: float, exact: bool) -> None:
         rate = self.rates.setdefault(predictor, [Rate() for _ in range(10)])[_tenth(stated)]
-        rate.count(exact)
-        if rate.attempts >= _MOST_DRAFTS:
-            rate.hits, rate.attempts = rate.hits // 2, rate.attempts // 2
+        rate.count(exact, most=_MOST_DRAFTS)
 
 
 @dataclass
@@ -143,6 +152,14 @@ class ToolTimes:
         every = _remaining(self.all.seconds, elapsed, most, after)
         own = _remaining(self._of_kind(command).seconds, elapsed, most, after)
         usual = sum(every) / len(every) if every else min(most, elapsed + after) if self.all.seconds else most
+        return (sum(own) + _PRIOR_TIMES * usual) / (len(own) + _PRIOR_TIMES)
+
+    def outlasting(self, command: str, seconds: float, most: float) -> float:
+        """Expected seconds, of at most ``most``, that a command that begins now goes on after its first ``seconds``:
+        E[min(most, max(0, T - seconds))]. As with `remaining`, all commands count as much as a few of its own kind."""
+        every = [min(most, max(0.0, time - seconds)) for time in self.all.seconds]
+        own = [min(most, max(0.0, time - seconds)) for time in self._of_kind(command).seconds]
+        usual = sum(every) / len(every) if every else most
         return (sum(own) + _PRIOR_TIMES * usual) / (len(own) + _PRIOR_TIMES)
 
     def timing_out(self, command: str, elapsed: float) -> float:
@@ -222,8 +239,41 @@ class ExpectedValue:
     reading_seconds: float = 0.01
     """From a request to its first token, less what that token itself takes, on average over the last turns; at first,
     250 tokens at 25,000 a second."""
+    price: float = 0.0
+    """As above, on average over the last drafts that wanted a branch."""
+    running: float = 0.0
+    """Likewise, the requests that the server was running then."""
+    kept: dict[str, Rate] = field(default_factory=dict)
+    """By predictor: of its exact drafts that came in time, those that had got a branch."""
     turns: int = 0
     """How many it has learned from."""
+
+    def worth_asking(
+        self, predictor: str, command: str, chance: float, seconds: float, price: float | None = None
+    ) -> bool:
+        """Whether a predictor is to be asked at all, before it has cost anything:
+
+            chance * kept * gain * (1 - price) > seconds * its price
+
+        ``chance``: that it has an exact draft which no cheaper predictor has, if it answers in time. ``seconds``: from
+        the question to its draft, usually. ``kept`` is the chance that such a draft gets a branch, and ``gain`` how
+        much of the next generation would lie under the command from then on.
+
+        ``price``: what the rollouts lose for each second that it works. By default that of a policy second, and
+        somewhat more than nothing on an idle server: right where it runs on the policy's server, or on its cores.
+        """
+        gain = self.tool_times.outlasting(command, seconds, self.generation_seconds)
+        kept = self.kept.get(predictor, _NEVER_EXACT).estimate(prior=1.0, weight=_PRIOR_KEPT)
+        cost = max(_LEAST_PRICE, self.price) if price is None else price
+        return chance * kept * gain * (1 - self.price) > seconds * cost
+
+    def least(self, predictor: str, command: str) -> float:
+        """The least probability that ``predictor`` has to state of a draft for ``command``, which begins now, to get it
+        a branch, on a server as the last drafts found it. Less likely ones need not be written to their end."""
+        hidden = self.tool_times.remaining(command, 0.0, self.generation_seconds)
+        cost = hidden * self.price + max(0.0, self.reading_seconds) * self.running
+        worth = hidden * (1 - self.price)
+        return self.calibration.stated(predictor, cost / (cost + worth) if cost + worth else 1.0)
 
     def probability(self, draft: Draft, command: str, elapsed: float) -> float:
         exact = self.calibration.probability(draft.predictor, draft.probability)
@@ -244,6 +294,8 @@ class ExpectedValue:
         gain = hidden - min(most, after)
         loaded = self.step_times.slowdown(usual=min(_MOST_SLOWDOWN, _FULL / bet.seats)) * bet.running
         price = loaded / (1 + loaded)
+        self.price += _RECENT * (price - self.price)
+        self.running += _RECENT * (bet.running - self.running)
         reading = max(0.0, self.reading_seconds) * bet.running
         return bet.probability * gain * (1 - price) > (1 - bet.probability) * (hidden * price + reading)
 
@@ -254,6 +306,8 @@ class ExpectedValue:
             for draft in turn.drafts:
                 if timed_out or not draft.if_timed_out:
                     self.calibration.learn(draft.predictor, draft.probability, draft.exact)
+                if draft.exact:
+                    self.kept.setdefault(draft.predictor, Rate()).count(draft.admitted, most=_MOST_KEPT)
         seconds = sum(interval.seconds for interval in turn.generating)
         self.turns += 1
         recent = max(_RECENT, 1 / self.turns)
@@ -292,6 +346,12 @@ class ExpectedValue:
 _PRIOR_DRAFTS = 10.0
 """Drafts that what a predictor states of itself counts as much as."""
 _MOST_DRAFTS = 400
+_PRIOR_KEPT = 2.0
+_MOST_KEPT = 50
+"""Exact drafts of a predictor: what becomes of them changes with the load."""
+_NEVER_EXACT = Rate()
+_LEAST_PRICE = 0.1
+"""Of a second that a predictor works: also where nobody else runs on the server, it takes something from the policy."""
 _PRIOR_TIMES = 4.0
 """Commands of its own kind that all commands together count as much as."""
 _MOST_TIMES = 256

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 import anyio.to_thread
@@ -17,7 +17,7 @@ from obsspec.background import background
 from obsspec.budget import Seats
 from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
 from obsspec.errors import InputError
-from obsspec.gate import Gate
+from obsspec.gate import ExpectedValue
 from obsspec.hub import load_tokenizer
 from obsspec.policies import Precision
 from obsspec.predictors import Cascade, LanguageModel, Limits, Memory, Rules, TimeOuts
@@ -67,7 +67,7 @@ class Models:
         return cls(open_policy, TerminalChat(ChatFormat(tokenizer)), world_model)
 
     @asynccontextmanager
-    async def speculator(self, plan: Plan, seats: Seats, gate: Gate) -> AsyncIterator[Speculator]:
+    async def speculator(self, plan: Plan, seats: Seats, gate: ExpectedValue) -> AsyncIterator[Speculator]:
         """With empty caches and an empty memory: what it hits, it has learned since, but for what ``gate`` knows.
 
         Raises InputError where the policy's server is not fit for the plan.
@@ -76,9 +76,11 @@ class Models:
         async with AsyncExitStack() as opened:
             if self.world_model is not None:
                 open_world_model, chat = self.world_model
-                predictors["language_model"] = LanguageModel(await opened.enter_async_context(open_world_model()), chat)
+                runs_on = await opened.enter_async_context(open_world_model())
+                drafts: Literal[1, 2] = 1 if plan.breadth == 1 else 2
+                predictors["language_model"] = LanguageModel(runs_on, chat, least=gate.least, drafts=drafts)
             chosen = {name: predictors[name] for name in plan.predictors()}
-            cascade = Cascade(chosen) if chosen else None
+            cascade = Cascade(chosen, worth_asking=gate.worth_asking) if chosen else None
             policy = await opened.enter_async_context(self.open_policy(seats))
             yield Speculator(policy, self.chat, cascade, replace(plan.settings(), gate=gate), seats)
 

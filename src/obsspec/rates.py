@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -12,9 +13,12 @@ class Rate:
     hits: int = 0
     attempts: int = 0
 
-    def count(self, hit: bool) -> None:
+    def count(self, hit: bool, most: float = math.inf) -> None:
+        """Where ``most`` attempts have been counted, all of them count half from then on, so that old ones fade."""
         self.attempts += 1
         self.hits += hit
+        if self.attempts >= most:
+            self.hits, self.attempts = self.hits // 2, self.attempts // 2
 
     def estimate(self, prior: float, weight: float) -> float:
         """The probability that the next attempt hits: the mean of a Beta posterior whose prior, with mean ``prior``,

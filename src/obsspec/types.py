@@ -101,6 +101,10 @@ class Generation:
     """None while it is incomplete."""
 
 
+RunnerUp = tuple[int, float]
+"""The second likeliest token at some place, and its natural log-probability."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One or more tokens that a policy has just sampled."""
@@ -108,6 +112,8 @@ class Chunk:
     tokens: Tokens
     logprobs: tuple[float, ...]
     weight_version: int = 0
+    runners_up: tuple[RunnerUp, ...] = ()
+    """One for each token where the request asked for them; none otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +148,9 @@ class Request:
     """Observations ahead of the committed branch: 0 is real work, more is speculative and less urgent."""
     rollout: str = ""
     """The same for every request of a rollout, so that a policy can keep its prefix cache warm."""
+    runners_up: bool = False
+    """Whether it is to be said of each token of a greedy generation which was the second likeliest. A policy may leave
+    that out; world models get second drafts from it."""
 
 
 class PolicyError(Exception):

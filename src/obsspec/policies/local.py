@@ -21,7 +21,7 @@ import anyio
 import numpy as np
 import torch
 
-from obsspec.types import Chunk, Finish, Request, Sampling, finish_of
+from obsspec.types import Chunk, Finish, Request, RunnerUp, Sampling, finish_of
 
 if TYPE_CHECKING:
     from obsspec.context import Context, Tokens
@@ -75,16 +75,20 @@ class LocalPolicy:
                 piece = unread[-1]
                 while finish is None:
                     uniform = _uniform(request.seed, request.turn, len(sampled))
-                    token, logprob = await seat.run(_next, prefix, piece, network, request.sampling, uniform)
-                    emit(Chunk((token,), (logprob,)))
-                    sampled.append(token)
-                    piece = (token,)
+                    chunk = await seat.run(_next, prefix, piece, network, request, uniform)
+                    emit(chunk)
+                    sampled += chunk.tokens
+                    piece = chunk.tokens
                     finish = finish_of(sampled, request.stop, request.max_tokens)
         return finish
 
 
-def _next(prefix: _Prefix, piece: Tokens, network: Network, sampling: Sampling, uniform: float) -> tuple[int, float]:
-    return draw(prefix.read(piece, network), sampling, uniform)
+def _next(prefix: _Prefix, piece: Tokens, network: Network, request: Request, uniform: float) -> Chunk:
+    logits = prefix.read(piece, network)
+    token, logprob = draw(logits, request.sampling, uniform)
+    greedy = request.sampling.temperature == 0
+    runners_up = (runner_up(logits, token),) if request.runners_up and greedy else ()
+    return Chunk((token,), (logprob,), runners_up=runners_up)
 
 
 def pieces(context: Context) -> list[Tokens]:
@@ -122,6 +126,14 @@ def draw(logits: torch.Tensor, sampling: Sampling, uniform: float) -> tuple[int,
     cumulative = logprobs.exp().cumsum(0)
     token = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
     return token, float(logprobs[token])
+
+
+def runner_up(logits: torch.Tensor, token: int) -> RunnerUp:
+    """The likeliest token but for ``token``, and its log-probability at temperature 1."""
+    logprobs = logits.double().log_softmax(0)
+    logprobs[token] = -torch.inf
+    second = int(logprobs.argmax())
+    return second, float(logprobs[second])
 
 
 def _uniform(seed: int, turn: int, position: int) -> float:

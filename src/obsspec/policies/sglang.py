@@ -7,7 +7,7 @@ Start it with ``--incremental-streaming-output``, or every event repeats the who
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -16,7 +16,7 @@ import anyio
 
 from obsspec.context import Context
 from obsspec.policies.http import Server, seed_of
-from obsspec.types import Chunk, Finish, PolicyError, Request, Sampling, finish_of
+from obsspec.types import Chunk, Finish, PolicyError, Request, RunnerUp, Sampling, finish_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,6 +71,7 @@ class SglangPolicy:
             return finish
         resumed = len(request.resume.tokens)
         sampled = 0
+        runners_up = _wants_runners_up(request)
         reason: str | None = None
 
         def take(event: Any) -> None:
@@ -80,7 +81,8 @@ class SglangPolicy:
             if new > 0:  # They come last, whether or not the event repeats the earlier ones.
                 sampled += new
                 logprobs, tokens, *_ = zip(*meta["output_token_logprobs"][-new:], strict=True)
-                emit(Chunk(tokens, logprobs, _version(meta.get("weight_version"))))
+                second = _runners_up(tokens, meta["output_top_logprobs"][-new:]) if runners_up else ()
+                emit(Chunk(tokens, logprobs, _version(meta.get("weight_version")), second))
             if end := meta["finish_reason"]:
                 reason = end["type"]
                 if reason == "abort" and 400 <= (end.get("status_code") or 0) < 500:
@@ -111,11 +113,24 @@ class SglangPolicy:
                 "stop_token_ids": request.stop,
             },
             "return_logprob": True,
+            "top_logprobs_num": 2 if _wants_runners_up(request) else 0,
             "stream": True,
             "lora_path": self.adapter,
         }
         # Higher is sooner here.
         return body | ({"priority": -request.priority} if self._priority else {})
+
+
+def _wants_runners_up(request: Request) -> bool:
+    return request.runners_up and request.sampling.temperature == 0
+
+
+def _runners_up(tokens: Sequence[int], likeliest: Sequence[Sequence[Any]]) -> tuple[RunnerUp, ...]:
+    """``likeliest``: at each place the likeliest tokens, each its log-probability, its id and its text."""
+    return tuple(
+        next((other, logprob) for logprob, other, *_ in each if other != token)
+        for token, each in zip(tokens, likeliest, strict=True)
+    )
 
 
 def _version(name: str | None) -> int:

@@ -7,7 +7,7 @@ from, and with ``--scheduling-policy priority`` where speculative requests are t
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from obsspec.context import Context
 from obsspec.errors import InputError
 from obsspec.policies.http import Server, seed_of
 from obsspec.policies.versions import newest
-from obsspec.types import Chunk, Finish, PolicyError, Request, Sampling, finish_of
+from obsspec.types import Chunk, Finish, PolicyError, Request, RunnerUp, Sampling, finish_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,6 +119,7 @@ class VllmPolicy:
         self.check(request.sampling)
         sampled = len(request.resume.tokens)
         version = self.weight_version
+        runners_up = _wants_runners_up(request)
         reason: str | None = None
 
         def take(event: Any) -> None:
@@ -129,7 +130,9 @@ class VllmPolicy:
                     raise InputError(f"policy server {self._server.url}: sends no token ids; use vLLM 0.10.2 or newer")
                 if tokens:
                     sampled += len(tokens)
-                    emit(Chunk(tuple(tokens), tuple(choice["logprobs"]["token_logprobs"]), version))
+                    logprobs = choice["logprobs"]
+                    second = _runners_up(tokens, logprobs["top_logprobs"]) if runners_up else ()
+                    emit(Chunk(tuple(tokens), tuple(logprobs["token_logprobs"]), version, second))
                 reason = choice["finish_reason"]
 
         # The rollout's name may hold anything, headers may not.
@@ -181,7 +184,7 @@ class VllmPolicy:
             "stream": True,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # in the log-probabilities, whose text nobody reads
-            "logprobs": 0,  # of the chosen token only
+            "logprobs": 2 if _wants_runners_up(request) else 0,  # of the chosen token only
         }
         return body | ({"priority": request.priority} if self._priority else {})
 
@@ -195,3 +198,18 @@ class VllmPolicy:
             self._priority = False  # If that is not what it refused, it refuses the next one as well.
             await self.generate(asked, chunks.append)
         self.processed_logprobs = chunks[0].logprobs[0] > -1e-6
+
+
+def _wants_runners_up(request: Request) -> bool:
+    return request.runners_up and request.sampling.temperature == 0
+
+
+def _runners_up(tokens: Sequence[int], likeliest: Sequence[Mapping[str, float]]) -> tuple[RunnerUp, ...]:
+    """``likeliest``: at each place some of the likeliest tokens, as ``token_id:17``, the chosen one among them."""
+    return tuple(
+        max(
+            ((int(name.partition(":")[2]), logprob) for name, logprob in each.items() if name != f"token_id:{token}"),
+            key=lambda pair: pair[1],
+        )
+        for token, each in zip(tokens, likeliest, strict=True)
+    )

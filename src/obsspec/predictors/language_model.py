@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal, Protocol
 
 import anyio
 
@@ -18,7 +20,22 @@ from obsspec.chat import WorldModelChat
 from obsspec.context import Context, Tokens
 from obsspec.errors import InputError
 from obsspec.predictors.prefixes import Prefixes
-from obsspec.types import Chunk, Draft, Exchange, Observation, Policy, Query, Request, Sampling
+from obsspec.predictors.trials import on_trial
+from obsspec.types import (
+    Chunk,
+    Draft,
+    Exchange,
+    Finish,
+    Generation,
+    Observation,
+    Policy,
+    Query,
+    Request,
+    RunnerUp,
+    Sampling,
+)
+
+_NAME = "language_model"
 
 _DRAFTING, _READING = 1000, 1001
 """Priorities of requests. On a server that the policy uses as well they come behind all of its own, whose priorities
@@ -95,39 +112,102 @@ class Prompts:
         return _Prompt(prompt.opening, kept, context)
 
 
+class Least(Protocol):
+    """The least probability that ``predictor``, a name, has to state of a draft for ``command`` to get it a branch.
+    `ExpectedValue.least` is one."""
+
+    def __call__(self, predictor: str, command: str) -> float: ...
+
+
+@dataclass(slots=True)
+class _Writing:
+    """What has been written of a draft."""
+
+    tokens: Tokens = ()
+    logprobs: tuple[float, ...] = ()
+    runners_up: tuple[RunnerUp, ...] = ()
+    """One for each of the tokens, where the policy says them."""
+
+    @property
+    def logprob(self) -> float:
+        return min(0.0, sum(self.logprobs))
+
+    def alternative(self) -> Generation | None:
+        """Where another draft begins: with these tokens up to some place and the runner-up there, where that is
+        likeliest."""
+        before = accumulate(self.logprobs, initial=0.0)
+        likely = [so_far + logprob for so_far, (_, logprob) in zip(before, self.runners_up, strict=False)]
+        if not likely:
+            return None
+        place = likely.index(max(likely))
+        token, logprob = self.runners_up[place]
+        return Generation((*self.tokens[:place], token), (*self.logprobs[:place], logprob), (0,) * (place + 1))
+
+
 class LanguageModel:
     """A ``types.Predictor`` that proposes the greedy continuation, if it is short and likely enough.
 
-    A draft is given up as soon as its probability falls below ``floor``, since it can only fall further. ``learn`` does
-    nothing: the model is trained elsewhere, on ``Prompts`` of the same limits.
+    With two ``drafts`` it then proposes another one, where the policy says which tokens were second likeliest: greedy
+    again, from where replacing a token by its runner-up is likeliest.
+
+    A draft is given up as soon as its probability falls below ``floor``, since it can only fall further; or below
+    ``least``, where that is more, but for one query in twenty, by which is learned how often such drafts come true.
+    ``learn`` does nothing: the model is trained elsewhere, on ``Prompts`` of the same limits.
     """
 
-    def __init__(self, policy: Policy, chat: WorldModelChat, limits: Limits = Limits(), floor: float = 0.1) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        chat: WorldModelChat,
+        limits: Limits = Limits(),
+        floor: float = 0.1,
+        least: Least | None = None,
+        drafts: Literal[1, 2] = 1,
+    ) -> None:
         self._policy = policy
         self._chat = chat
         self._prompts = Prompts(chat, limits)
         self._sampling = Sampling(temperature=0.0, max_tokens=limits.draft_tokens)
-        self._least = math.log(floor) if floor > 0 else -math.inf
+        self._floor = floor
+        self._least = least
+        self._drafts = drafts
 
     async def predict(self, query: Query, propose: Callable[[Draft], None]) -> None:
         context = self._prompts.of(query)
         if context is None:
             return
-        tokens: list[int] = []
-        logprob = 0.0
-        with anyio.CancelScope() as worthwhile:
+        request = replace(
+            self._request(query, context, self._sampling.max_tokens, _DRAFTING), runners_up=self._drafts > 1
+        )
+        least = self._least_logprob(query)
+        first = await self._write(request, least, propose)
+        other = first.alternative()
+        if other is not None and sum(other.logprobs) >= least:
+            await self._write(replace(request, resume=other, runners_up=False), least, propose)
+
+    async def _write(self, request: Request, least: float, propose: Callable[[Draft], None]) -> _Writing:
+        """Proposes what it has written if that is whole and no less likely than ``least``, a log-probability."""
+        written = _Writing(request.resume.tokens, request.resume.logprobs)
+        finish: Finish | None = None
+        with anyio.CancelScope() as likely_enough:
 
             def emit(chunk: Chunk) -> None:
-                nonlocal logprob
-                tokens.extend(chunk.tokens)
-                logprob += sum(chunk.logprobs)
-                if logprob < self._least:
-                    worthwhile.cancel()
+                written.tokens += chunk.tokens
+                written.logprobs += chunk.logprobs
+                written.runners_up += chunk.runners_up
+                if written.logprob < least:
+                    likely_enough.cancel()
 
-            request = self._request(query, context, self._sampling.max_tokens, _DRAFTING)
             finish = await self._policy.generate(request, emit)
-            if finish == "stop" and logprob >= self._least:
-                propose(Draft(self._chat.text(tuple(tokens)), math.exp(min(0.0, logprob)), "language_model"))
+        if finish == "stop" and written.logprob >= least:
+            propose(Draft(self._chat.text(written.tokens), math.exp(written.logprob), _NAME))
+        return written
+
+    def _least_logprob(self, query: Query) -> float:
+        least = self._floor
+        if self._least is not None and not on_trial(f"unlikely {_NAME}", query):
+            least = max(least, self._least(_NAME, query.command))
+        return math.log(least) if least > 0 else -math.inf
 
     async def prepare(self, query: Query) -> None:
         """Has the history read, so that what is left to read is the command."""

@@ -13,13 +13,21 @@ from obsspec.reports.records import TrajectoryLine, TurnLine
 class PredictorSummary:
     """What one predictor contributed."""
 
+    drafted: int
+    """Tool calls for which a draft of its own came before the observation. Of equal drafts the surest is recorded."""
     drafts: int
-    """Drafts that arrived before the observation."""
+    """Those drafts."""
     exact: int
+    draft_seconds: float
+    """From the question to a draft, on average."""
     hits: int
-    """Turns whose kept branch stood on this predictor's draft."""
+    """Tool calls whose kept branch stood on this predictor's draft."""
+    share_of_hits: float
+    """Of all predictors' hits, 0 to 1; 0 where there are none."""
     hidden_seconds: float
-    """Hidden under the tools of those turns."""
+    """Hidden under the tools of those calls."""
+    share_of_hidden: float
+    """Of all hidden seconds, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +108,22 @@ def _solved(line: TrajectoryLine) -> bool:
 
 
 def _by_predictor(calls: list[TurnLine]) -> dict[str, PredictorSummary]:
-    names = sorted({draft.predictor for turn in calls for draft in turn.drafts})
+    hits = [(_kept_predictor(turn), turn.hidden_seconds) for turn in calls if turn.outcome == "hit"]
+    hidden = sum(seconds for _, seconds in hits)
     summaries = {}
-    for name in names:
-        own = [draft for turn in calls for draft in turn.drafts if draft.predictor == name]
-        hits = [turn for turn in calls if turn.outcome == "hit" and _kept_predictor(turn) == name]
+    for name in sorted({draft.predictor for turn in calls for draft in turn.drafts}):
+        by_call = [[draft for draft in turn.drafts if draft.predictor == name] for turn in calls]
+        own = [draft for drafts in by_call for draft in drafts]
+        kept = [seconds for predictor, seconds in hits if predictor == name]
         summaries[name] = PredictorSummary(
+            drafted=sum(map(bool, by_call)),
             drafts=len(own),
             exact=sum(draft.exact for draft in own),
-            hits=len(hits),
-            hidden_seconds=sum(turn.hidden_seconds for turn in hits),
+            draft_seconds=sum(draft.seconds for draft in own) / len(own),
+            hits=len(kept),
+            share_of_hits=len(kept) / len(hits) if hits else 0.0,
+            hidden_seconds=sum(kept),
+            share_of_hidden=sum(kept) / hidden if hidden else 0.0,
         )
     return summaries
 

@@ -50,10 +50,16 @@ def summary_table(summary: Summary, title: str) -> ConsoleRenderable:
         table.add_row(name, value)
     if not summary.predictors:
         return table
-    predictors = Table("predictor", "drafts", "exact", "hits", "hidden s", title="Predictors", title_justify="left")
+    headings = ("predictor", "drafted", "exact", "draft s", "hits", "hidden s")
+    predictors = Table(*headings, title="Predictors", title_justify="left")
     for name, own in summary.predictors.items():
         predictors.add_row(
-            name, f"{own.drafts}", share(own.exact, own.drafts), f"{own.hits}", f"{own.hidden_seconds:.1f}"
+            name or "(none)",
+            f"{own.drafted}",
+            f"{own.exact} of {own.drafts}",
+            f"{own.draft_seconds:.2f}",
+            f"{own.hits} ({own.share_of_hits:.1%})",
+            f"{own.hidden_seconds:.1f} ({own.share_of_hidden:.1%})",
         )
     return Group(table, predictors)
 
