@@ -32,15 +32,6 @@ RECIPE = Recipe(rows_per_step=2, learning_rate=0.01)
 PACE = Pace(passes=60)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("base")
-    tokenizer = tiny.tokenizer()
-    tiny.llama(vocab_size=len(tokenizer)).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return str(directory)
-
-
 def add(transitions: Transitions, name: str, printed: Sequence[str], seconds: float = 1.0) -> None:
     """A rollout in which ``touch FILE`` and ``ls`` print what they are said to."""
     history: tuple[Exchange, ...] = ()

@@ -197,14 +197,6 @@ RUNS = [
 RECIPE = Recipe(tokens=20_000, rows_per_step=2, learning_rate=0.01)
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> str:
-    tokenizer = tiny.tokenizer()
-    tiny.llama(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    return str(tmp_path / "base")
-
-
 @pytest.mark.parametrize("role", ["policy", "world_model"])
 def test_an_adapter_learns_its_runs(role: Any, base: str, tmp_path: Path) -> None:
     before = evaluate(role, load_model(base)[0], RUNS, tiny.tokenizer())

@@ -1,0 +1,160 @@
+"""Co-training as a service, with real sockets: transitions come in, versions go out, and figures can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+pytest.importorskip("peft")
+
+import httpx
+from rich.console import Console
+from starlette.applications import Starlette
+
+from obsspec.errors import InputError
+from obsspec.predictors import LanguageModel
+from obsspec.runs import Plan, Servers
+from obsspec.training.cotraining import CoTraining
+from obsspec.training.posting import PostedTransitions
+from obsspec.training.service import application, cotrain, listening, status
+from obsspec.training.transitions import Transitions, posted_line
+from obsspec.types import Draft, Exchange, Observation, PolicyError, Query
+from test_cotraining import add, cotraining
+
+QUIET = Console(quiet=True)
+
+
+@contextmanager
+def service(root: Path, base: str) -> Iterator[tuple[Transitions, CoTraining, str]]:
+    with (
+        cotraining(root, base) as (transitions, training),
+        listening(application(training, transitions), "127.0.0.1:0") as url,
+    ):
+        yield transitions, training, url
+
+
+def query(place: int) -> Query:
+    history = tuple(Exchange(f"touch {i}", "file") for i in range(place))
+    return Query("task", "Make files.", history, f"touch {place}")
+
+
+def test_rollouts_elsewhere_are_learned_from(base: str, tmp_path: Path) -> None:
+    with service(tmp_path, base) as (transitions, training, url):
+        with PostedTransitions.open(url) as posted:
+            for place in range(300):  # More than goes at once.
+                posted.add("far", query(place), Observation("file", 1.0))
+        assert posted.lost == 0
+        assert len(transitions) == 300
+        training.turn()
+        figures = httpx.get(f"{url}/status").json()
+        assert (figures["seen"], figures["steps"], figures["version"]) == (300, 1, 1)
+        assert figures["exact_rate"] == status(training)["exact_rate"] == 0.0
+        metrics = httpx.get(f"{url}/metrics").text
+        assert "obsspec_world_model_seen_total 300.0" in metrics
+        assert "obsspec_world_model_exact_rate 0.0" in metrics
+
+
+def test_what_is_posted_twice_or_is_nothing_adds_nothing(base: str, tmp_path: Path) -> None:
+    lines = [posted_line("far", query(place), Observation("file")) for place in range(3)]
+    with service(tmp_path, base) as (transitions, _, url):
+        post = lambda content: httpx.post(f"{url}/transitions", content=content)  # noqa: E731
+        assert post(b"".join(lines[:2])).json() == {"added": 2, "without_beginning": 0}
+        assert post(b"".join(lines)).json() == {"added": 1, "without_beginning": 0}
+        other = posted_line("other", query(2), Observation("file"))
+        assert post(other).json() == {"added": 0, "without_beginning": 1}
+        refused = post(lines[0].replace(b'"far"', b'"new"') + b'{"rollout": 3}\n')
+        assert refused.status_code == 400 and "line 2: rollout" in refused.json()["error"]
+        assert len(transitions) == 3
+
+
+def test_posting_outlives_a_restart_of_the_service(base: str, tmp_path: Path) -> None:
+    with cotraining(tmp_path, base) as (transitions, training):
+        app = application(training, transitions)
+        with listening(app, "127.0.0.1:0") as url:
+            opened = PostedTransitions.open(url)
+            posted = opened.__enter__()
+            posted.add("far", query(0), Observation("file"))
+        posted.add("far", query(1), Observation("file"))
+        with listening(app, url.removeprefix("http://")):
+            opened.__exit__(None, None, None)
+        assert posted.lost == 0 and len(transitions) == 2
+
+
+def test_where_no_service_is(tmp_path: Path) -> None:
+    with (
+        pytest.raises(InputError, match="is `obsspec world-model serve --listen` running there"),
+        PostedTransitions.open("http://127.0.0.1:9"),
+    ):
+        pass
+    with (
+        pytest.raises(InputError, match=r"--listen nowhere: .*give HOST:PORT"),
+        listening(Starlette(), "nowhere"),
+    ):
+        pass
+
+
+class Taking:
+    """A server for new versions. The first time that it is asked for one, it is away."""
+
+    def __init__(self, until: anyio.Event, most: int) -> None:
+        self.versions: list[int] = []
+        self._until = until
+        self._most = most
+        self._away = True
+
+    async def publish(self, version: int, directory: Path) -> None:
+        assert (directory / "adapter_model.safetensors").is_file()
+        if self._away:
+            self._away = False
+            raise PolicyError("away")
+        self.versions.append(version)
+        if len(self.versions) == self._most:
+            self._until.set()
+
+
+@pytest.mark.anyio
+async def test_versions_reach_a_server_that_was_away(base: str, tmp_path: Path) -> None:
+    with cotraining(tmp_path, base) as (transitions, training):
+        add(transitions, "first", ["file", "done"])
+        server = Taking(anyio.Event(), 2)
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(cotrain, training, [server], 0.0, QUIET)
+                await server._until.wait()
+                tasks.cancel_scope.cancel()
+        assert server.versions == sorted(server.versions)
+        steps = training.figures.steps
+    with cotraining(tmp_path, base) as (_, training):
+        assert training.figures.steps == steps  # It saved when it was told to end.
+
+
+@pytest.mark.anyio
+async def test_a_world_model_in_this_process_follows(base: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The rollouts' world model foretells what was learned while it was in use."""
+    import obsspec.loading
+
+    monkeypatch.setattr(obsspec.loading, "_LOOK_SECONDS", 0.01)
+    with cotraining(tmp_path, base) as (transitions, training):
+        plan = Plan("", world_model=str(tmp_path / "model"), predictor="language_model", precision="float32")
+        open_world_model, chat = obsspec.loading._world_model(plan, Servers())
+        async with open_world_model() as policy:
+            predictor = LanguageModel(policy, chat, floor=0.0)
+
+            async def drafts() -> list[str]:
+                found: list[Draft] = []
+                await predictor.predict(query(0), found.append)
+                return [draft.text for draft in found]
+
+            assert await drafts() != ["file"]
+            add(transitions, "first", ["file", "done"])
+            while training.turn():
+                pass
+            assert training.publish() is not None
+            with anyio.fail_after(30):
+                while await drafts() != ["file"]:  # noqa: ASYNC110 -- it says nothing when it has changed
+                    await anyio.sleep(0.05)
