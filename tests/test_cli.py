@@ -379,6 +379,15 @@ def test_without_the_local_extra_it_says_what_to_install(tmp_path: Path, missing
     assert "pip install 'obsspec[local]'" in complaint(finished)
 
 
+def test_the_local_extra_alone_is_enough_for_models_in_this_process() -> None:
+    others = ["aiohttp", "orjson", "starlette", "uvicorn", "prometheus_client", "trio", "plotly", "pyarrow"]
+    modules = ["loading", "runs", "demo", "training.warmstart", "training.world_model", "training.cotraining"]
+    imports = ", ".join(f"obsspec.{module}" for module in modules)
+    program = f"import sys; sys.modules.update(dict.fromkeys({others!r})); import {imports}"
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+
+
 @pytest.mark.parametrize(
     ("missing", "extra", "command"),
     [
