@@ -153,4 +153,8 @@ def test_versions_count() -> None:
     assert versions("world-model", names) == [9, 10]
     assert newest("world-model", names) == "world-model-v10"
     assert newest("a.c", names) == "a.c-v2"
-    assert newest("policy", names) is None
+    assert newest(None, names) == "world-model-v10"
+    assert newest("policy", names) == "policy"  # which may come
+    assert newest(None, ["base", "world-model"]) == "world-model"
+    assert newest(None, ["base", "other"]) == "base"
+    assert newest(None, []) is None

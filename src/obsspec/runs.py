@@ -18,7 +18,6 @@ from obsspec.environments.sandbox import open_sandbox
 from obsspec.errors import InputError
 from obsspec.gate import ExpectedValue
 from obsspec.policies import Precision
-from obsspec.policies.versions import WORLD_MODEL
 from obsspec.reports.records import line_of, open_run
 from obsspec.reports.tables import counting
 from obsspec.rollout import Failure, rollouts
@@ -51,7 +50,7 @@ class Plan:
     predictor: str = "rules,memory,timeouts"
     world_model: str = BUILTIN
     world_model_name: str | None = None
-    """What its server calls it, if not `obsspec.policies.versions.WORLD_MODEL`."""
+    """What it was said to be called on its server; see `obsspec.policies.versions.newest`."""
     depth: int = 1
     breadth: int = 1
     seed: int = 0
@@ -131,7 +130,7 @@ def find_models(plan: Plan) -> tuple[Plan, Servers]:
         if "language_model" not in plan.predictors():
             remedy = f"add that to --predictor {plan.predictor}"
             raise InputError(f"--world-model {plan.world_model}: only language_model uses it; {remedy}")
-        served = _ask(plan.world_model, plan.world_model_name, versions_of=plan.world_model_name or WORLD_MODEL)
+        served = _ask(plan.world_model, plan.world_model_name, versioned=True)
         # Whoever has said where the tokenizer is need not say it twice.
         tokenizer = plan.tokenizer if base == served.base and plan.tokenizer else served.base
         servers = replace(servers, world_model=plan.world_model, world_model_tokenizer=tokenizer)
@@ -143,13 +142,13 @@ def _is_url(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-def _ask(url: str, name: str | None, versions_of: str | None = None) -> Served:
+def _ask(url: str, name: str | None, versioned: bool = False) -> Served:
     from obsspec.policies.http import Server
     from obsspec.policies.vllm import find_model
 
     async def ask() -> Served:
         async with Server(url) as server:
-            return await find_model(server, name, versions_of)
+            return await find_model(server, name, versioned)
 
     return anyio.run(ask)
 

@@ -10,7 +10,7 @@ import anyio
 
 from obsspec.background import background
 from obsspec.policies.http import NotFound, Server
-from obsspec.policies.versions import WORLD_MODEL, newest
+from obsspec.policies.versions import newest
 from obsspec.policies.vllm import VllmPolicy, find_model
 from obsspec.types import Chunk, Finish, PolicyError, Request
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 class FollowingPolicy:
     """Samples from the newest version of a LoRA adapter that a server has at the time. A ``types.Policy``.
 
-    Versions are called as `obsspec.policies.versions` says. While there are none it is the model of that name, or the
-    server's first one. A request keeps the version with which it began; a server that no longer has that one, or has
-    been restarted without it, is asked what it has, and the request is made again, once.
+    What is the newest, also where there are no versions, says `obsspec.policies.versions.newest`. A request keeps the
+    version with which it began; a server that no longer has that one, or has been restarted without it, is asked what
+    it has, and the request is made again, once.
     """
 
     def __init__(self, policy: VllmPolicy, name: str | None = None) -> None:
-        """``name``: of the adapter, or of a model; ``world-model``, or the first model, where it is not given."""
+        """``name``: of the adapter, or of a model; where it is not given, see `newest`."""
         self._policy = policy
         self._name = name
 
@@ -44,7 +44,7 @@ class FollowingPolicy:
     ) -> AsyncIterator[FollowingPolicy]:
         """One that looks for new versions each ``every`` seconds until the block ends. See `VllmPolicy.connect`."""
         async with Server(url) as server:
-            model = await find_model(server, name, versions_of=name or WORLD_MODEL)
+            model = await find_model(server, name, versioned=True)
         connection = VllmPolicy.connect(url, model.name, tokenizer, max_context=max_context)
         async with connection as policy, background() as looks:
             following = cls(policy, name)
@@ -73,5 +73,4 @@ class FollowingPolicy:
             return await self._policy.generate(request, emit)
 
     async def _look(self) -> None:
-        served = await self._policy.models()
-        self._policy.model = newest(self._name or WORLD_MODEL, served) or self._name or next(iter(served), self.model)
+        self._policy.model = newest(self._name, await self._policy.models()) or self.model

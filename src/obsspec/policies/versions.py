@@ -7,7 +7,7 @@ server's prefix cache holds for the one is never taken for the other's.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 WORLD_MODEL = "world-model"
 
@@ -23,7 +23,12 @@ def versions(name: str, served: Iterable[str]) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def newest(name: str, served: Iterable[str]) -> str | None:
-    """What the highest version is called; None where there is none."""
-    numbers = versions(name, served)
-    return versioned(name, numbers[-1]) if numbers else None
+def newest(name: str | None, served: Sequence[str]) -> str | None:
+    """What to ask for the newest of ``name``: its highest version that is ``served``; itself where there is none.
+
+    Where no name is given it is `WORLD_MODEL`, or the first that is served; None where nothing is.
+    """
+    numbers = versions(name or WORLD_MODEL, served)
+    if numbers:
+        return versioned(name or WORLD_MODEL, numbers[-1])
+    return name or (WORLD_MODEL if WORLD_MODEL in served else next(iter(served), None))

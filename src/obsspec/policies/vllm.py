@@ -41,15 +41,15 @@ class Served:
     """Most tokens in a context, for an adapter those of its base; infinite where it is not said."""
 
 
-async def find_model(server: Server, name: str | None = None, versions_of: str | None = None) -> Served:
+async def find_model(server: Server, name: str | None = None, versioned: bool = False) -> Served:
     """What the server says of a model; of the first one where no ``name`` is given.
 
-    ``versions_of``: the newest version of this LoRA adapter goes before, if there is any. Raises InputError where the
-    server cannot be reached, is another kind of server, or does not have the model.
+    ``versioned``: its newest version, as `newest` has it. Raises InputError where the server cannot be reached, is
+    another kind of server, or does not have the model.
     """
     with server.starting():
         cards = {card["id"]: card for card in (await server.ask("GET", "/v1/models"))["data"]}
-        name = (newest(versions_of, cards) if versions_of else None) or name or next(iter(cards), "")
+        name = (newest(name, [*cards]) if versioned else name or next(iter(cards), None)) or ""
         if name not in cards:
             raise InputError(f"policy server {server.url}: no model {name!r}; it serves {', '.join(sorted(cards))}")
         card = cards[name]
