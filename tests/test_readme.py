@@ -19,8 +19,9 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_every_program_runs(program: str) -> None:
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+def test_every_program_runs(program: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", program]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     if "print(" in program:
         assert finished.stdout

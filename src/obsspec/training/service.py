@@ -160,11 +160,10 @@ async def _distributing(training: CoTraining, publishers: Sequence[Publisher], n
 
 def _said(training: CoTraining) -> str:
     figures = training.figures
-    rate = "nothing scored yet" if math.isnan(training.exact_rate) else f"{training.exact_rate:.1%} exact"
-    return (
-        f"{rate} of the last {len(training.scored)}, {figures.seen:,} transitions seen, {figures.steps:,} steps, "
-        f"loss {figures.loss:.3f}"
-    )
+    count = len(training.scored)
+    rate = f"{training.exact_rate:.1%} of the last {count} observations exact" if count else "nothing scored yet"
+    loss = "" if math.isnan(figures.loss) else f", loss {figures.loss:.3f}"
+    return f"{rate}; {figures.seen:,} transitions seen, {figures.steps:,} steps{loss}"
 
 
 def status(training: CoTraining) -> dict[str, Any]:
