@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
@@ -447,7 +448,8 @@ def adapter(model: Any, directory: Path, seed: int, rank: int = 4) -> Any:
     """Saves an adapter on a model that changes what it writes; returns the model with it."""
     torch.manual_seed(seed)
     config = LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    adapted = get_peft_model(deepcopy(model), config)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # PEFT uses a name that has been replaced.
+        adapted = get_peft_model(deepcopy(model), config)
     adapted.save_pretrained(directory)
     return adapted.merge_and_unload()
 
