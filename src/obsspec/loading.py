@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 2.0
+_PRICE_APART = 0.02
+"""Of a second of a world model that is not where the policy is: the energy, say."""
 
 OpenPolicy = Callable[[Seats], AbstractAsyncContextManager[Policy]]
 """Opens a policy that runs so many requests at once."""
@@ -48,6 +50,8 @@ class Models:
     chat: TerminalChat
     world_model: tuple[OpenWorldModel, WorldModelChat] | None
     """None where the plan does not use it."""
+    asking_price: float | None
+    """What a second of the world model costs, as for `ExpectedValue.worth_asking`."""
 
     @classmethod
     def load(cls, plan: Plan, servers: Servers) -> Models:
@@ -64,7 +68,9 @@ class Models:
             tokenizer = load_tokenizer(plan.tokenizer or "", remedy)
             open_policy = partial(_on_server, servers.policy, plan, tokenizer)
         world_model = _world_model(plan, servers) if "language_model" in plan.predictors() else None
-        return cls(open_policy, TerminalChat(ChatFormat(tokenizer)), world_model)
+        # Both on one server, or in this process, take each other's time.
+        asking_price = None if servers.policy == servers.world_model else _PRICE_APART
+        return cls(open_policy, TerminalChat(ChatFormat(tokenizer)), world_model, asking_price)
 
     @asynccontextmanager
     async def speculator(self, plan: Plan, seats: Seats, gate: ExpectedValue) -> AsyncIterator[Speculator]:
@@ -80,7 +86,8 @@ class Models:
                 drafts: Literal[1, 2] = 1 if plan.breadth == 1 else 2
                 predictors["language_model"] = LanguageModel(runs_on, chat, least=gate.least, drafts=drafts)
             chosen = {name: predictors[name] for name in plan.predictors()}
-            cascade = Cascade(chosen, worth_asking=gate.worth_asking) if chosen else None
+            worth_asking = partial(gate.worth_asking, price=self.asking_price)
+            cascade = Cascade(chosen, worth_asking=worth_asking) if chosen else None
             policy = await opened.enter_async_context(self.open_policy(seats))
             yield Speculator(policy, self.chat, cascade, replace(plan.settings(), gate=gate), seats)
 

@@ -1,0 +1,133 @@
+"""How much of what commands print is foretold where every task has a group of rollouts, as in reinforcement learning.
+
+    obsspec rollout --depth 0 --tasks generated:all/easy/0 --samples 16 --transitions groups.sqlite --output runs/groups
+    python benchmarks/groups.py groups.sqlite --json groups.json
+
+Every transition of the store is foretold from those before it, in the order in which they came, and then learned from:
+by each predictor alone and by all together, the world model as it is. A step counts as attempted where the likeliest
+draft has a probability of at least one half, and as exact where it is that draft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import anyio
+from rich.console import Console
+from rich.table import Table
+
+from obsspec.chat import ChatFormat, WorldModelChat
+from obsspec.errors import InputError
+from obsspec.loading import base_and_adapter
+from obsspec.policies.local import LocalPolicy
+from obsspec.policies.networks import load_network
+from obsspec.predictors import Cascade, LanguageModel, Memory, Rules
+from obsspec.reports.tables import counting, share
+from obsspec.training.transitions import Transition, Transitions
+from obsspec.types import Draft, Observation, Predictor, Query
+
+LIKELY = 0.5
+
+
+class Remembering:
+    """A predictor that is asked the same only once, for its answer never changes."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._drafts: dict[Query, list[Draft]] = {}
+
+    async def predict(self, query: Query, propose: Callable[[Draft], None]) -> None:
+        if query not in self._drafts:
+            drafts: list[Draft] = []
+            await self._predictor.predict(query, drafts.append)
+            self._drafts[query] = drafts
+        for draft in self._drafts[query]:
+            propose(draft)
+
+    async def prepare(self, query: Query) -> None:
+        pass
+
+    def learn(self, query: Query, observation: Observation) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class Counts:
+    """Of one predictor."""
+
+    steps: int = 0
+    attempted: int = 0
+    exact: int = 0
+    seconds: float = 0.0
+    """Of all commands."""
+    exact_seconds: float = 0.0
+    """Of those that were foretold."""
+
+
+async def count(predictor: Predictor, transitions: Iterable[Transition], advance: Callable[[], None]) -> Counts:
+    counts = Counts()
+    for each in transitions:
+        drafts: list[Draft] = []
+        await predictor.predict(each.query, drafts.append)
+        best = max(drafts, key=lambda draft: draft.probability, default=None)
+        attempted = best is not None and best.probability >= LIKELY
+        exact = attempted and best is not None and best.text == each.observation.text
+        counts.steps += 1
+        counts.attempted += attempted
+        counts.exact += exact
+        counts.seconds += each.observation.seconds
+        counts.exact_seconds += each.observation.seconds * exact
+        predictor.learn(each.query, each.observation)
+        advance()
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store", type=Path)
+    parser.add_argument("--world-model", default="builtin")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    try:
+        network, tokenizer = load_network(*base_and_adapter(arguments.world_model, "world_model"))
+        if not arguments.store.is_file():
+            raise InputError(f"{arguments.store}: no such file")
+        with Transitions.open(arguments.store) as store:
+            transitions = list(store.after())
+    except InputError as error:
+        parser.error(str(error))
+    model = Remembering(LanguageModel(LocalPolicy(network), WorldModelChat(ChatFormat(tokenizer))))
+    predictors: dict[str, Predictor] = {
+        "rules": Rules(),
+        "memory": Memory(),
+        "rules, memory": Cascade({"rules": Rules(), "memory": Memory()}),
+        "language model": model,
+        # No impatience: it would make the outcome depend on the machine.
+        "all": Cascade({"rules": Rules(), "memory": Memory(), "language_model": model}, patience=60.0),
+    }
+    results = {}
+    with counting(Console(stderr=True), "predictions", len(predictors) * len(transitions)) as advance:
+        for name, predictor in predictors.items():
+            results[name] = anyio.run(count, predictor, transitions, advance)
+    table = Table(
+        "", "attempted", "exact of attempted", "exact of all", "of tool seconds", title=f"{len(transitions)} steps"
+    )
+    for name, each in results.items():
+        table.add_row(
+            name,
+            str(each.attempted),
+            share(each.exact, each.attempted),
+            share(each.exact, each.steps),
+            share(each.exact_seconds, each.seconds),
+        )
+    Console(width=120).print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({name: asdict(each) for name, each in results.items()}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
