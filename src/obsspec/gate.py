@@ -343,6 +343,9 @@ class ExpectedValue:
             ) from None
 
 
+PRICE_APART = 0.02
+"""Of a second of a predictor that takes none from the policy: the energy, say. See `ExpectedValue.worth_asking`."""
+
 _PRIOR_DRAFTS = 10.0
 """Drafts that what a predictor states of itself counts as much as."""
 _MOST_DRAFTS = 400

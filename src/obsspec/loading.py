@@ -17,7 +17,7 @@ from obsspec.background import background
 from obsspec.budget import Seats
 from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
 from obsspec.errors import InputError
-from obsspec.gate import ExpectedValue
+from obsspec.gate import PRICE_APART, ExpectedValue
 from obsspec.hub import load_tokenizer
 from obsspec.policies import Precision
 from obsspec.predictors import Cascade, LanguageModel, Limits, Memory, Rules, TimeOuts
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 2.0
-_PRICE_APART = 0.02
-"""Of a second of a world model that is not where the policy is: the energy, say."""
 
 OpenPolicy = Callable[[Seats], AbstractAsyncContextManager[Policy]]
 """Opens a policy that runs so many requests at once."""
@@ -69,7 +67,7 @@ class Models:
             open_policy = partial(_on_server, servers.policy, plan, tokenizer)
         world_model = _world_model(plan, servers) if "language_model" in plan.predictors() else None
         # Both on one server, or in this process, take each other's time.
-        asking_price = None if servers.policy == servers.world_model else _PRICE_APART
+        asking_price = None if servers.policy == servers.world_model else PRICE_APART
         return cls(open_policy, TerminalChat(ChatFormat(tokenizer)), world_model, asking_price)
 
     @asynccontextmanager

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from obsspec import types
 from obsspec.budget import Seats
-from obsspec.gate import ExpectedValue, Gate, Threshold
+from obsspec.gate import PRICE_APART, ExpectedValue, Gate, Threshold
 from obsspec.lab.server import Scheduling, SimulatedPolicyServer
 from obsspec.lab.workload import GateName, Predictor, Workload
 from obsspec.lab.world import SimulatedChat, SimulatedWorldModel, World
+from obsspec.predictors.cascade import Cascade
 from obsspec.speculation import Settings, Speculator
 from obsspec.types import Sampling
 
@@ -64,15 +67,19 @@ class Schedule:
         """``world`` is that of a settled workload."""
         workload = world.workload
         assert workload.depth is not None and workload.breadth is not None and workload.gate is not None
+        gate = GATES[workload.gate]()
         settings = Settings(
             Sampling(max_tokens=_ENDLESS),
             depth=workload.depth,
             breadth=workload.breadth,
-            gate=GATES[workload.gate](),
+            gate=gate,
             max_turns=workload.turns,
             max_context=_ENDLESS,
         )
-        predictor = SimulatedWorldModel(world, server, self.always_wrong)
+        predictor: types.Predictor = SimulatedWorldModel(world, server, self.always_wrong)
+        if isinstance(gate, ExpectedValue):  # As in a rollout: it is asked where that pays.
+            price = None if workload.predictor.server == "shared" else PRICE_APART
+            predictor = Cascade({"world_model": predictor}, worth_asking=partial(gate.worth_asking, price=price))
         seats = Seats(workload.server.seats if workload.budget else math.inf, workload.stragglers_first)
         return Speculator(server, SimulatedChat(world), predictor, settings, seats)
 
