@@ -23,7 +23,7 @@ from obsspec.models import load_model
 from obsspec.training.cotraining import CoTraining, Pace, Scored
 from obsspec.training.finetune import Recipe, load_trainable
 from obsspec.training.transitions import Transitions
-from obsspec.training.versions import current_version, publish_version
+from obsspec.training.versions import current_version, publish_version, publishing_alone
 from obsspec.training.world_model import evaluate, held_out, read_rollouts, rows_of
 from obsspec.types import Exchange, Observation, Query
 
@@ -193,6 +193,17 @@ def test_versions_are_whole_and_old_ones_go(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="choose a directory that can be written"):
         publish_version(tmp_path / "file", failing, {})
+
+
+def test_two_processes_do_not_publish_in_one_place(tmp_path: Path) -> None:
+    with (
+        publishing_alone(tmp_path),
+        pytest.raises(InputError, match="another process is training there"),
+        publishing_alone(tmp_path),
+    ):
+        pass
+    with publishing_alone(tmp_path):
+        pass
 
 
 def test_seconds_weigh_and_held_out_tasks_are_a_share(base: str, tmp_path: Path) -> None:

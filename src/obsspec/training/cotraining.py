@@ -19,7 +19,7 @@ import torch
 
 from obsspec.chat import ChatFormat, WorldModelChat
 from obsspec.errors import InputError, writing
-from obsspec.training.finetune import Learner, Recipe, Trainable
+from obsspec.training.finetune import Learner, Recipe, Trainable, save_state
 from obsspec.training.trajectories import Row
 from obsspec.training.transitions import StoredRollout, Transitions
 from obsspec.training.versions import Version, publish_version
@@ -197,10 +197,7 @@ class CoTraining:
         }
         new = self._checkpoint.with_name("checkpoint.new")
         with writing(self._checkpoint, "place"):
-            try:
-                torch.save(state, new)
-            except RuntimeError as error:  # PyTorch's word for a disk that is full.
-                raise OSError(f"cannot be written ({str(error).splitlines()[0]})") from None
+            save_state(state, new)
             new.replace(self._checkpoint)
 
     def _score(self, rollout: StoredRollout, first: int) -> None:

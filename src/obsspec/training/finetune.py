@@ -33,6 +33,7 @@ from peft import (
     set_peft_model_state_dict,
 )
 from rich.console import Console
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.nn import functional
 
@@ -179,7 +180,16 @@ class Learner:
         self._optimizer = self._fresh_optimizer()
 
     def save(self, directory: Path) -> None:
-        """Writes the adapter as PEFT does, or the whole model and its tokenizer as transformers does, in bfloat16."""
+        """Writes the adapter as PEFT does, or the whole model and its tokenizer as transformers does, in bfloat16.
+
+        Raises OSError where it cannot be written.
+        """
+        try:
+            self._save(directory)
+        except SafetensorError as error:  # Its word for a disk that is full.
+            raise OSError(f"cannot be written ({error})") from None
+
+    def _save(self, directory: Path) -> None:
         if not isinstance(self.model, PeftModel):
             whole = {name: weight.bfloat16() for name, weight in self.model.state_dict().items()}
             self.model.save_pretrained(directory, state_dict=whole)
@@ -251,6 +261,14 @@ def finetune(
                     f"loss {progress.recent_loss:.4f}, {rate:.0f} tokens/s"
                 )
     learner.processes.wait_for_everyone()
+
+
+def save_state(state: Mapping[str, Any], file: Path) -> None:
+    """Writes a checkpoint. Raises OSError where it cannot be written."""
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:  # PyTorch's word for a disk that is full.
+        raise OSError(f"cannot be written ({str(error).splitlines()[0]})") from None
 
 
 def exact_spans(model: PreTrainedModel | PeftModel, row: Row) -> list[bool]:
@@ -372,7 +390,7 @@ class _Directory:
             (new / "training.json").write_text(json.dumps(self._description | reached, indent=1) + "\n")
             for file in sorted(new.iterdir()):
                 file.replace(self._output / file.name)
-            torch.save(asdict(progress) | {"learner": learner.state()}, new / "checkpoint")
+            save_state(asdict(progress) | {"learner": learner.state()}, new / "checkpoint")
             (new / "checkpoint").replace(self._checkpoint)
 
     @contextmanager

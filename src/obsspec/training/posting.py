@@ -119,6 +119,8 @@ class PostedTransitions:
         if response.is_error:
             self._complain(response.text)
             self.lost += len(batch)
+        else:
+            self.lost += response.json()["without_beginning"]
         return True
 
     def _retry(self, reason: str) -> bool:

@@ -35,7 +35,7 @@ from obsspec.training.cotraining import CoTraining, Pace
 from obsspec.training.finetune import Recipe, load_trainable
 from obsspec.training.publishing import Publisher, SglangAdapters, SglangWeights, VllmAdapters, VllmWeights
 from obsspec.training.transitions import Transitions
-from obsspec.training.versions import Version, current_version
+from obsspec.training.versions import Version, current_version, publishing_alone
 from obsspec.types import PolicyError
 
 _IDLE_SECONDS = 1.0
@@ -63,7 +63,7 @@ def serve(service: Service, base: str, adapter: str | None, recipe: Recipe, pace
     places that cannot be used, before anything is trained."""
     if not service.publish_seconds >= 0:
         raise InputError(f"--publish-seconds {service.publish_seconds}: must be 0 or more")
-    with Transitions.open(service.store) as transitions:
+    with publishing_alone(service.directory), Transitions.open(service.store) as transitions:
         with notes.status("loading the model"):
             trainable = load_trainable(base, recipe, adapter)
             training = CoTraining(transitions, service.directory, trainable, recipe, pace)

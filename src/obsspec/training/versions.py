@@ -8,12 +8,14 @@ A version's directory is complete before ``current.json`` names it, and both out
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,20 @@ def publish_version(root: Path, write: Callable[[Path], None], about: Mapping[st
         for number in sorted(numbers)[: -_KEPT + 1]:
             shutil.rmtree(_directory(root, number), ignore_errors=True)
     return Version(version, _directory(root, version))
+
+
+@contextmanager
+def publishing_alone(root: Path) -> Iterator[None]:
+    """For the one process that publishes in ``root``. Raises InputError where there is one already."""
+    with writing(root, "directory"):
+        root.mkdir(parents=True, exist_ok=True)
+        stream = (root / "lock").open("wb")
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"{root}: another process is training there; wait for it or choose another") from None
+        yield
 
 
 def _directory(root: Path, number: int) -> Path:
