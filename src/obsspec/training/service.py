@@ -67,11 +67,11 @@ def serve(service: Service, base: str, adapter: str | None, recipe: Recipe, pace
         with notes.status("loading the model"):
             trainable = load_trainable(base, recipe, adapter)
             training = CoTraining(transitions, service.directory, trainable, recipe, pace)
-        notes.print(f"version {training.figures.version} in {service.directory}: {_said(training)}")
+        notes.print(f"version {training.figures.version} in {service.directory}: {_said(training)}", soft_wrap=True)
         with ExitStack() as stack:
             if service.listen is not None:
                 url = stack.enter_context(listening(application(training, transitions), service.listen))
-                notes.print(f"listening at {url}: /transitions, /status, /metrics")
+                notes.print(f"listening at {url}: /transitions, /status, /metrics", soft_wrap=True)
             anyio.run(_serve, service, training, recipe.rank is None, notes)
 
 
@@ -111,15 +111,18 @@ async def cotrain(
                     version = await anyio.to_thread.run_sync(training.publish)
                     published = saved = now
                     if version is not None:
-                        notes.print(f"version {version.number}: {_said(training)}")
+                        notes.print(f"version {version.number}: {_said(training)}", soft_wrap=True)
                         distribute(version)
                     elif training.figures.rollbacks > rollbacks:
-                        notes.print(f"what was learned since version {training.figures.version} is worse: back to that")
+                        notes.print(
+                            f"what was learned since version {training.figures.version} is worse: back to that",
+                            soft_wrap=True,
+                        )
                 if now - saved >= _SAVE_SECONDS:
                     await anyio.to_thread.run_sync(training.save)
                     saved = now
                 if now - noted >= _NOTE_SECONDS and busy:
-                    notes.print(_said(training))
+                    notes.print(_said(training), soft_wrap=True)
                     noted = now
                 if not busy:
                     await anyio.sleep(_IDLE_SECONDS)
@@ -147,7 +150,7 @@ async def _distributing(training: CoTraining, publishers: Sequence[Publisher], n
             try:
                 await publisher.publish(version.number, version.directory)
             except (PolicyError, InputError) as error:
-                notes.print(f"version {version.number} not taken, trying again: {error}")
+                notes.print(f"version {version.number} not taken, trying again: {error}", soft_wrap=True)
                 await anyio.sleep(_RETRY_SECONDS)
             else:
                 done = version.number
