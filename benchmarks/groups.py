@@ -4,8 +4,9 @@
     python benchmarks/groups.py groups.sqlite --json groups.json
 
 Every transition of the store is foretold from those before it, in the order in which they came, and then learned from:
-by each predictor alone and by all together, the world model as it is. A step counts as attempted where the likeliest
-draft has a probability of at least one half, and as exact where it is that draft.
+by each predictor alone and by all together, the world model as it is. Probabilities are calibrated as the gate does it,
+as drafts come true. A step counts as attempted where the likeliest draft has one of at least a half, and as exact where
+it is that draft.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rich.table import Table
 
 from obsspec.chat import ChatFormat, WorldModelChat
 from obsspec.errors import InputError
+from obsspec.gate import Calibration
 from obsspec.loading import base_and_adapter
 from obsspec.policies.local import LocalPolicy
 from obsspec.policies.networks import load_network
@@ -69,18 +71,24 @@ class Counts:
 
 
 async def count(predictor: Predictor, transitions: Iterable[Transition], advance: Callable[[], None]) -> Counts:
-    counts = Counts()
+    counts, calibration = Counts(), Calibration()
+
+    def likelihood(draft: Draft) -> float:
+        return calibration.probability(draft.predictor, draft.probability)
+
     for each in transitions:
         drafts: list[Draft] = []
         await predictor.predict(each.query, drafts.append)
-        best = max(drafts, key=lambda draft: draft.probability, default=None)
-        attempted = best is not None and best.probability >= LIKELY
+        best = max(drafts, key=likelihood, default=None)
+        attempted = best is not None and likelihood(best) >= LIKELY
         exact = attempted and best is not None and best.text == each.observation.text
         counts.steps += 1
         counts.attempted += attempted
         counts.exact += exact
         counts.seconds += each.observation.seconds
         counts.exact_seconds += each.observation.seconds * exact
+        for draft in drafts:
+            calibration.learn(draft.predictor, draft.probability, draft.text == each.observation.text)
         predictor.learn(each.query, each.observation)
         advance()
     return counts
