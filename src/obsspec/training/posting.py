@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from queue import Empty, Full, Queue
 from threading import Event, Thread
 
 import httpx
@@ -18,6 +19,7 @@ from obsspec.types import Observation, Query
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 20_000
 _BATCH = 200
+_IDLE_SECONDS = 0.2
 _RETRY_SECONDS = 1.0
 _LAST_SECONDS = 20.0
 """For what still waits when the rollouts have ended."""
@@ -35,8 +37,10 @@ class PostedTransitions:
         """Transitions that were not taken."""
         self._client = client
         self._url = url
-        self._waiting: Queue[bytes] = Queue(_MOST_WAITING)
+        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
         self._ending = Event()
+        self._until = math.inf
+        """When it gives up."""
         self._complained = False
 
     @classmethod
@@ -54,23 +58,15 @@ class PostedTransitions:
             try:
                 yield posted
             finally:
+                posted._until = time.monotonic() + _LAST_SECONDS
                 posted._ending.set()
                 sender.join()
                 if posted.lost:
                     _log.warning("%s: %d transitions could not be sent", url, posted.lost)
 
     def add(self, rollout: str, query: Query, observation: Observation) -> None:
-        line = posted_line(rollout, query, observation)
-        while True:
-            try:
-                self._waiting.put_nowait(line)
-                return
-            except Full:
-                try:
-                    self._waiting.get_nowait()
-                    self.lost += 1
-                except Empty:  # The sender was quicker.
-                    pass
+        self.lost += len(self._waiting) == _MOST_WAITING
+        self._waiting.append(posted_line(rollout, query, observation))
 
     def _check(self) -> None:
         remedy = "is `obsspec world-model serve --listen` running there?"
@@ -82,31 +78,18 @@ class PostedTransitions:
             raise InputError(f"--transitions {self._url}: another kind of server; {remedy}")
 
     def _send_all(self) -> None:
-        until: float | None = None
-        while True:
-            if self._ending.is_set() and until is None:
-                until = time.monotonic() + _LAST_SECONDS
-            batch = self._batch()
-            if not batch and until is not None:
-                return
+        while (batch := self._batch()) or not self._ending.is_set():
             while batch and not self._sent(batch):
-                if until is not None and time.monotonic() > until:
-                    self.lost += len(batch) + self._waiting.qsize()
+                if time.monotonic() > self._until:
+                    self.lost += len(batch) + len(self._waiting)
                     return
-                if self._ending.wait(_RETRY_SECONDS):
-                    until = until or time.monotonic() + _LAST_SECONDS
-                    time.sleep(_RETRY_SECONDS)
+                time.sleep(_RETRY_SECONDS)
 
     def _batch(self) -> list[bytes]:
-        """What waits, a little of it at once; nothing where nothing came for a while."""
-        batch: list[bytes] = []
-        try:
-            batch.append(self._waiting.get(timeout=0.2))
-            while len(batch) < _BATCH:
-                batch.append(self._waiting.get_nowait())
-        except Empty:
-            pass
-        return batch
+        """What waits, a little of it at once."""
+        if not self._waiting:
+            self._ending.wait(_IDLE_SECONDS)
+        return [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
 
     def _sent(self, batch: list[bytes]) -> bool:
         """False where it is worth trying again."""
