@@ -392,6 +392,7 @@ def test_the_local_extra_alone_is_enough_for_models_in_this_process() -> None:
     ("missing", "extra", "command"),
     [
         *((missing, "lab", ["lab", "run", "paper-8b"]) for missing in ("trio", "pyarrow", "plotly")),
+        *((missing, "training", ["world-model", "serve", "store"]) for missing in ("uvicorn", "prometheus_client")),
         ("aiohttp", "server", ["rollout", "--tasks", "generated:text/easy/0", "--policy", "http://127.0.0.1:9"]),
     ],
 )
