@@ -135,7 +135,7 @@ def main() -> None:
         "--after", default="c_program,csv_table,file_tree,json_records,makefile,python_bug,schedule,text"
     )
     parser.add_argument("--tasks", default="easy/0-7", help="levels and seeds of both")
-    parser.add_argument("--passes", type=float, default=1.25)
+    parser.add_argument("--passes", type=float, default=4.0)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--rows-per-step", type=int, default=2)
     parser.add_argument("--publish", type=int, default=8, metavar="ROLLOUTS", help="between two versions")

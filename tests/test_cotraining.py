@@ -84,7 +84,7 @@ def test_another_process_goes_on_where_one_ended(base: str, tmp_path: Path) -> N
         assert not training.turn()  # What was read is not read again.
         assert training.publish().number == 2
     with (
-        pytest.raises(InputError, match="checkpoint: damaged, or of another model"),
+        pytest.raises(InputError, match=r"checkpoint: is of an adapter of rank 16 on .*, not of an adapter of rank 3"),
         cotraining(tmp_path, base, Recipe(rank=3)),
     ):
         pass
@@ -121,15 +121,50 @@ def test_chance_does_not_roll_back(base: str, tmp_path: Path) -> None:
         assert training.publish() is not None
 
 
-def test_a_loss_that_is_no_number_is_forgotten(base: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["weights", "gradients"])
+def test_what_is_no_number_is_forgotten(base: str, tmp_path: Path, where: str) -> None:
     with cotraining(tmp_path, base) as (transitions, training):
         before = training._learner.weights()
-        for weight in training._learner._trained:
+        weight = training._learner._trained[0]
+        if where == "weights":
             weight.data.fill_(math.nan)
+        else:
+            hook = weight.register_hook(lambda gradient: gradient * math.inf)
         add(transitions, "first", ["file"])
         training.turn()
         assert training.figures.rollbacks == 1
+        assert training.publish() is None
         assert all(torch.equal(weight, before[name]) for name, weight in training._learner.weights().items())
+        if where == "gradients":
+            hook.remove()
+        until_done(training)
+        assert training.publish() is not None
+
+
+def test_a_store_that_was_made_anew_is_read_from_its_start(base: str, tmp_path: Path) -> None:
+    with cotraining(tmp_path, base) as (transitions, training):
+        add(transitions, "first", ["file", "done"])
+        training.turn()
+        training.save()
+    for file in tmp_path.glob("store.sqlite*"):
+        file.unlink()
+    with Transitions.open(tmp_path / "store.sqlite") as transitions:
+        add(transitions, "second", ["file"])
+    with cotraining(tmp_path, base) as (_, training):
+        training.turn()
+        assert training.figures.seen == 3
+
+
+def test_what_is_longer_than_a_model_reads_is_not_foretold(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tiny.llama(vocab_size=len(tokenizer), max_position_embeddings=200).save_pretrained(tmp_path / "short")
+    tokenizer.save_pretrained(tmp_path / "short")
+    with cotraining(tmp_path, str(tmp_path / "short")) as (transitions, training):
+        add(transitions, "long", ["file"] * 40)
+        until_done(training)
+        model, _ = load_model(str(tmp_path / "short"))
+        (tally,) = evaluate(read_rollouts([tmp_path / "store.sqlite"]), model, tokenizer).values()
+        assert tally.steps == 40
 
 
 def test_a_whole_model_is_cotrained(base: str, tmp_path: Path) -> None:
@@ -182,17 +217,30 @@ def test_versions_are_whole_and_old_ones_go(tmp_path: Path) -> None:
         raise RuntimeError("no more")
 
     for number in range(1, 6):
-        version = publish_version(tmp_path, lambda directory: (directory / "weights").touch(), {"steps": number})
+        version = publish_version(
+            tmp_path, "base", lambda directory: (directory / "weights").touch(), {"steps": number}
+        )
         assert current_version(tmp_path) == version and version.number == number
         with pytest.raises(RuntimeError):
-            publish_version(tmp_path, failing, {})
+            publish_version(tmp_path, "base", failing, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["current.json", "v000003", "v000004", "v000005"]
-    (tmp_path / "current.json").write_text("{}")
-    with pytest.raises(InputError, match=r"current\.json: not what co-training wrote"):
+    for content in (
+        "{}",
+        "[",
+        "[]",
+        '{"version": null, "base": "x"}',
+        '{"version": 1.5, "base": "x"}',
+        '{"version": 5}',
+    ):
+        (tmp_path / "current.json").write_text(content)
+        with pytest.raises(InputError, match=r"current\.json: not what co-training wrote"):
+            current_version(tmp_path)
+    (tmp_path / "current.json").write_text('{"version": 9, "base": "x"}')
+    with pytest.raises(InputError, match=r"current\.json: names version 9, which is not there"):
         current_version(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="choose a directory that can be written"):
-        publish_version(tmp_path / "file", failing, {})
+        publish_version(tmp_path / "file", "base", failing, {})
 
 
 def test_two_processes_do_not_publish_in_one_place(tmp_path: Path) -> None:
@@ -202,7 +250,11 @@ def test_two_processes_do_not_publish_in_one_place(tmp_path: Path) -> None:
         publishing_alone(tmp_path),
     ):
         pass
+    (tmp_path / "writing-killed").mkdir()
     with publishing_alone(tmp_path):
+        assert not (tmp_path / "writing-killed").exists()
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(InputError, match="holds a model"), publishing_alone(tmp_path):
         pass
 
 

@@ -15,13 +15,15 @@ pytest.importorskip("peft")
 import httpx
 from rich.console import Console
 from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from obsspec.errors import InputError
 from obsspec.predictors import LanguageModel
 from obsspec.runs import Plan, Servers
 from obsspec.training.cotraining import CoTraining
 from obsspec.training.posting import PostedTransitions
-from obsspec.training.service import application, cotrain, listening, status
+from obsspec.training.service import application, bind, cotrain, listening, status
 from obsspec.training.transitions import Transitions, posted_line
 from obsspec.types import Draft, Exchange, Observation, PolicyError, Query
 from test_cotraining import add, cotraining
@@ -33,7 +35,7 @@ QUIET = Console(quiet=True)
 def service(root: Path, base: str) -> Iterator[tuple[Transitions, CoTraining, str]]:
     with (
         cotraining(root, base) as (transitions, training),
-        listening(application(training, transitions), "127.0.0.1:0") as url,
+        listening(application(training, transitions), bind("127.0.0.1:0")) as url,
     ):
         yield transitions, training, url
 
@@ -75,12 +77,12 @@ def test_what_is_posted_twice_or_is_nothing_adds_nothing(base: str, tmp_path: Pa
 def test_posting_outlives_a_restart_of_the_service(base: str, tmp_path: Path) -> None:
     with cotraining(tmp_path, base) as (transitions, training):
         app = application(training, transitions)
-        with listening(app, "127.0.0.1:0") as url:
+        with listening(app, bind("127.0.0.1:0")) as url:
             opened = PostedTransitions.open(url)
             posted = opened.__enter__()
             posted.add("far", query(0), Observation("file"))
         posted.add("far", query(1), Observation("file"))
-        with listening(app, url.removeprefix("http://")):
+        with listening(app, bind(url.removeprefix("http://"))):
             opened.__exit__(None, None, None)
         assert posted.lost == 0 and len(transitions) == 2
 
@@ -91,11 +93,23 @@ def test_where_no_service_is(tmp_path: Path) -> None:
         PostedTransitions.open("http://127.0.0.1:9"),
     ):
         pass
-    with (
-        pytest.raises(InputError, match=r"--listen nowhere: .*give HOST:PORT"),
-        listening(Starlette(), "nowhere"),
-    ):
-        pass
+    for nowhere in ("nowhere", "8100", ":8100", "127.0.0.1:70000", "127.0.0.1:x"):
+        with pytest.raises(InputError, match=rf"--listen {nowhere}: .*give HOST:PORT"):
+            bind(nowhere)
+
+
+@pytest.mark.parametrize("answer", [(200, "<html>"), (200, "[]"), (307, ""), (404, "no"), (200, "{}")])
+def test_an_answer_that_makes_no_sense_is_a_loss_and_no_more(answer: tuple[int, str]) -> None:
+    async def refuse(request: Any) -> Response:
+        return Response(answer[1], answer[0])
+
+    async def status(request: Any) -> Response:
+        return JSONResponse({"exact_rate": None})
+
+    app = Starlette(routes=[Route("/transitions", refuse, methods=["POST"]), Route("/status", status)])
+    with listening(app, bind("[::1]:0")) as url, PostedTransitions.open(url) as posted:
+        posted.add("far", query(0), Observation("file"))
+    assert posted.lost == 1
 
 
 class Taking:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +15,13 @@ import pytest
 
 pytest.importorskip("peft")
 
+import torch
+from safetensors.torch import load_file
+
+from obsspec.errors import InputError
+from obsspec.loading import training_start
 from obsspec.training.transitions import Transitions
-from obsspec.training.versions import current_version
+from obsspec.training.versions import current_version, only_process, publish_version
 from test_cotraining import add
 
 QUICK = ["--tokens", "9000", "--learning-rate", "0.01", "--rows-per-step", "2"]
@@ -51,7 +58,51 @@ def test_it_learns_a_store(store: Path, base: str, tmp_path: Path) -> None:
     exact, steps = scored(store, "--world-model", trained, *held)
     assert 0 < exact == steps < 12
     again = world_model(*command, "--weights", "seconds")
-    assert again.returncode == 2 and "remove it to start afresh" in again.stderr
+    assert again.returncode == 2 and "remove it and the model to start afresh" in again.stderr
+
+
+def test_nothing_is_trained_over(store: Path, base: str, tmp_path: Path) -> None:
+    """A model that this training did not write stays as it is, and so does one that another process is training."""
+    before = {file.name: file.read_bytes() for file in Path(base).iterdir()}
+    finished = world_model("train", store, "--output", base, "--world-model", base, *QUICK)
+    assert finished.returncode == 2 and "already; choose another directory" in finished.stderr
+    assert {file.name: file.read_bytes() for file in Path(base).iterdir() if file.name != "lock"} == before
+    with only_process(tmp_path / "trained"):
+        finished = world_model("train", store, "--output", tmp_path / "trained", "--world-model", base, *QUICK)
+    assert finished.returncode == 2 and "another process is training there" in finished.stderr
+
+
+def test_two_processes_train_the_model_that_one_trains(store: Path, base: str, tmp_path: Path) -> None:
+    command = [
+        "-m",
+        "obsspec",
+        "world-model",
+        "train",
+        str(store),
+        "--world-model",
+        base,
+        "--hold-out",
+        "0",
+        "--output",
+    ]
+    options = ["--tokens", "2000", "--rows-per-step", "4"]
+    subprocess.run([sys.executable, *command, str(tmp_path / "one"), *options], check=True, timeout=120)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    subprocess.run([*launcher, *command, str(tmp_path / "two"), *options], check=True, timeout=240, env=environment)
+    one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))
+    assert all(torch.allclose(weight, two[name], atol=1e-2) for name, weight in one.items())
+    losses = [json.loads((tmp_path / name / "training.json").read_text())["losses"] for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-2)
+
+
+def test_a_whole_model_goes_on_from_its_own_versions(store: Path, base: str, tmp_path: Path) -> None:
+    publish_version(
+        tmp_path / "model", base, lambda directory: shutil.copytree(base, directory, dirs_exist_ok=True), {}
+    )
+    assert training_start(str(tmp_path / "model"), tmp_path / "model") == (base, None)
+    with pytest.raises(InputError, match=r"copy .*v000001 elsewhere and give the copy"):
+        training_start(str(tmp_path / "model"), tmp_path / "other")
 
 
 def test_it_learns_logs(base: str, tmp_path: Path) -> None:

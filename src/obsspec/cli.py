@@ -359,7 +359,7 @@ def world_model_train(
         with notes.status("loading PyTorch"):
             import torch
 
-            from obsspec.loading import base_and_adapter
+            from obsspec.loading import training_start
             from obsspec.training.finetune import Recipe, load_trainable
             from obsspec.training.world_model import held_out, read_rollouts, train
 
@@ -368,7 +368,7 @@ def world_model_train(
         rollouts = [each for each in read_rollouts(data) if not held_out(each.task, hold_out)]
         if not rollouts:
             raise InputError(f"--hold-out {hold_out}: leaves no task to train on; lower it")
-        base, adapter = base_and_adapter(world_model, "world_model")
+        base, adapter = training_start(world_model, directory)
         train(rollouts, load_trainable(base, recipe, adapter), directory, recipe, weights, notes)
     _print(f"the world model is in {directory}; score it: obsspec world-model evaluate --world-model {directory}")
 
@@ -452,7 +452,7 @@ def world_model_serve(
         with notes.status("loading PyTorch"):
             import torch
 
-            from obsspec.loading import base_and_adapter
+            from obsspec.loading import training_start
             from obsspec.training.cotraining import Pace
             from obsspec.training.finetune import Recipe
             from obsspec.training.service import Service, serve
@@ -464,7 +464,7 @@ def world_model_serve(
             rank=None if full else rank,
             precision=precision,
         )
-        base, adapter = base_and_adapter(world_model, "world_model")
+        base, adapter = training_start(world_model, directory)
         service = Service(store, directory, publish_seconds, listen, vllm, sglang)
         serve(service, base, adapter, recipe, Pace(passes=passes, replay=replay, weighting=weights), notes)
 

@@ -150,7 +150,7 @@ async def _following(root: Path, version: Version, network: Network, precision: 
                     network, _ = await anyio.to_thread.run_sync(_load, str(root), "world_model", precision)
                     policy.replace(network)
                     known = newest
-            except InputError as error:  # It may have gone while it was read. The one before does.
+            except Exception as error:  # It may have gone while it was read, or be damaged. The one before does.
                 _log.warning("world model: %s", error)
 
     async with background() as looks:
@@ -171,6 +171,21 @@ def base_and_adapter(name: str, role: str) -> tuple[str, str | None]:
     if (directory / "adapter_config.json").is_file():
         return adapter_base(directory), str(directory)
     return str(directory) if version else name, None
+
+
+def training_start(name: str, output: Path) -> tuple[str, str | None]:
+    """The same for a world model that is to be trained further in ``output``. Raises InputError for one that would be
+    gone when what is trained on it is used."""
+    version = current_version(Path(name))
+    base, adapter = base_and_adapter(name, "world_model")
+    if version is None or adapter is not None:
+        return base, adapter
+    if Path(name).resolve() == output.resolve():
+        return version.base, None
+    raise InputError(
+        f"--world-model {name}: its versions are whole models, and go when newer ones come; copy {version.directory} "
+        "elsewhere and give the copy"
+    )
 
 
 def _load(name: str, role: str, precision: Precision) -> tuple[Network, PreTrainedTokenizerBase]:

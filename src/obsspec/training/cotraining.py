@@ -29,6 +29,8 @@ _WARM_STEPS = 10
 """Over which the learning rate rises."""
 _MOST_WAITING = 1000
 """New rollouts that wait to be trained on. More than these are learned only as they are drawn from all there is."""
+_MOST_SCORED = 30
+"""Of a rollout, observations."""
 _ENOUGH_SCORED = 30
 """Observations, before two sets of weights are compared."""
 
@@ -184,6 +186,7 @@ class CoTraining:
         """Renews the checkpoint: the file is replaced whole. Raises InputError where it cannot be written."""
         state = {
             "base": self._base,
+            "rank": self._recipe.rank,
             "learner": self._learner.state(),
             "published": self._published,
             "changed": self._changed,
@@ -201,7 +204,11 @@ class CoTraining:
             new.replace(self._checkpoint)
 
     def _score(self, rollout: StoredRollout, first: int) -> None:
-        """What was observed from place ``first`` on, by the weights in training and by the published ones."""
+        """What was observed from place ``first`` on, by the weights in training and by the published ones.
+
+        Of what is very much the latest, for training waits meanwhile.
+        """
+        first = max(first, len(rollout.exchanges) - _MOST_SCORED)
         exact = foretold(self._learner.model, rollout, self._chat, first)
         published = exact
         if self._changed:
@@ -224,7 +231,9 @@ class CoTraining:
             rollout = None if key is None else self._transitions.rollout(key)
             if rollout is not None:
                 taught = rows_of(rollout, self._chat, self._pace.weighting, first)
-                rows += [cut for row in taught if (cut := row.cut(self._recipe.longest)).spans]
+                cut = [row for row in (row.cut(self._learner.longest) for row in taught) if row.spans]
+                # Of a very long rollout some now, the others when it is drawn again.
+                rows += self._random.sample(cut, min(len(cut), self._recipe.rows_per_step - len(rows)))
         return rows
 
     def _draw(self) -> tuple[str | None, int]:
@@ -270,13 +279,12 @@ class CoTraining:
 
     def _release(self) -> Version:
         about = {
-            "base": self._base,
             "exact_rate": None if math.isnan(self.exact_rate) else round(self.exact_rate, 4),
             "scored": len(self.scored),
             "steps": self.figures.steps,
             "transitions": self.figures.seen,
         }
-        version = publish_version(self.directory, self._learner.save, about)
+        version = publish_version(self.directory, self._base, self._learner.save, about)
         self._published = self._learner.weights()
         self._changed = False
         self._compared.clear()
@@ -287,8 +295,8 @@ class CoTraining:
     def _resume(self) -> None:
         try:
             state: dict[str, Any] = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
-            base = state["base"]
-            if base == self._base:
+            begun = state["base"], state["rank"]
+            if begun == (self._base, self._recipe.rank):
                 self._learner.restore(state["learner"])
                 self._published = state["published"]
                 self._changed, self._warm = state["changed"], state["warm"]
@@ -299,7 +307,16 @@ class CoTraining:
                 self._compared.extend(Scored(**each) for each in state["compared"])
         except Exception as error:  # PyTorch says in many ways that a file is not what it wrote.
             raise InputError(
-                f"{self._checkpoint}: damaged, or of another model ({type(error).__name__}); remove it to start afresh"
+                f"{self._checkpoint}: damaged ({type(error).__name__}); remove it to start afresh"
             ) from error
-        if base != self._base:
-            raise InputError(f"{self._checkpoint}: is of {base}, not {self._base}; choose another directory")
+        if begun != (self._base, self._recipe.rank):
+            raise InputError(
+                f"{self._checkpoint}: is of {_named(*begun)}, not of {_named(self._base, self._recipe.rank)}; "
+                "go on with the same settings, or choose another directory"
+            )
+        if self._read > self._transitions.latest_id():
+            self._read = 0  # A store that was made anew counts anew.
+
+
+def _named(base: str, rank: int | None) -> str:
+    return f"the whole of {base}" if rank is None else f"an adapter of rank {rank} on {base}"

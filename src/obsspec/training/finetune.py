@@ -12,19 +12,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import reduce
+from accelerate import Accelerator
 from peft import (
     LoraConfig,
     PeftModel,
@@ -41,11 +42,13 @@ from obsspec.errors import InputError
 from obsspec.models import adapter_directory, load_model
 from obsspec.reports.tables import counting
 from obsspec.training.trajectories import Row
+from obsspec.training.versions import LOCK, only_process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _CHECKPOINT_SECONDS = 120.0
+_SAVING = "saving-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ def load_trainable(base: str, recipe: Recipe, adapter: str | None = None) -> Tra
     trained it is merged first. Raises InputError as `load_model` does.
     """
     torch.manual_seed(recipe.seed)
+    if Path(base).is_dir():
+        base = str(Path(base).resolve())  # What is trained will be used elsewhere.
     if recipe.rank is None:
         model, tokenizer = load_model(base, adapter)
         return Trainable(model, tokenizer, base)
@@ -116,12 +121,17 @@ class Learner:
     """
 
     def __init__(self, trainable: Trainable, recipe: Recipe) -> None:
-        self.processes = PartialState()
+        self.processes = Accelerator()
         self.model = trainable.model.to(self.processes.device).train()
         self._trainable = trainable
         self._recipe = recipe
         self._trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         self._optimizer = self._fresh_optimizer()
+
+    @property
+    def longest(self) -> int:
+        """Tokens to which rows are cut."""
+        return min(self._recipe.longest, _positions(self.model))
 
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self._trained, weight_decay=0.0)
@@ -130,7 +140,7 @@ class Learner:
         """One step of the optimizer at ``rate`` times the recipe's learning rate.
 
         The processes of a launch take their shares of the rows. Returns the mean loss of the learned tokens, weighted,
-        in nats.
+        in nats; NaN where the gradients are no numbers, and then the weights stay as they are.
         """
         learned = sum(span.end - span.start for row in rows for span in row.spans)
         loss = torch.zeros((), device=self.model.device)
@@ -144,9 +154,12 @@ class Learner:
         if self.processes.num_processes > 1:
             for weight in self._trained:
                 gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                weight.grad = reduce(gradient, "sum")
-            loss = reduce(loss, "sum")
-        torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
+                weight.grad = self.processes.reduce(gradient, "sum")
+            loss = self.processes.reduce(loss, "sum")
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
+        if not math.isfinite(norm):
+            self._optimizer.zero_grad()
+            return math.nan
         for group in self._optimizer.param_groups:
             group["lr"] = self._recipe.learning_rate * rate
         self._optimizer.step()
@@ -204,6 +217,7 @@ class Learner:
         config.save_pretrained(directory)
         adapter = {name: weight.bfloat16().contiguous() for name, weight in self._state().items()}
         save_file(adapter, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        (directory / "adapter_model.safetensors").chmod(0o644)  # A server may read it that is another user's.
 
     def _state(self) -> dict[str, torch.Tensor]:
         if isinstance(self.model, PeftModel):
@@ -230,36 +244,41 @@ def finetune(
     interrupted. Progress goes to ``notes``, stderr if None, under the name ``what``. Raises InputError where ``output``
     cannot be written or another training is under way there.
     """
-    rows = [cut for row in rows if (cut := row.cut(recipe.longest)).spans]
-    if not rows:
-        raise InputError(f"training: every answer ends after {recipe.longest} tokens; allow longer rows")
     learner = Learner(trainable, recipe)
+    rows = [cut for row in rows if (cut := row.cut(learner.longest)).spans]
+    if not rows:
+        raise InputError(f"training: all that is to be learned comes after {learner.longest} tokens; nothing is left")
     first = learner.processes.is_main_process
     notes = (notes or Console(stderr=True)) if first else Console(quiet=True)
     steps = schedule([len(row.tokens) for row in rows], recipe)
     progress = _Progress(_fingerprint(trainable.base, recipe, description, rows))
     directory = _Directory(output, {**description, "base": trainable.base, "recipe": asdict(recipe)})
-    directory.resume(learner, progress)
-    if progress.step:
-        notes.print(f"{what}: going on after step {progress.step} of {len(steps)}")
-
-    with counting(notes, what, len(steps), progress.step) as advance:
-        saved = began = time.monotonic()
-        tokens_before = progress.tokens
-        while progress.step < len(steps):
-            batch = [rows[index] for index in steps[progress.step]]
-            progress.add(learner.learn(batch, _warmth(progress.step, len(steps))), batch)
-            advance(f", loss {progress.recent_loss:.3f}")
-            now = time.monotonic()
-            if now - saved > _CHECKPOINT_SECONDS or progress.step == len(steps):
-                if first:
-                    directory.save(learner, progress)
-                saved = now
-                rate = (progress.tokens - tokens_before) / (now - began)
-                notes.print(
-                    f"{what}: step {progress.step} of {len(steps)}, {progress.tokens:,} tokens, "
-                    f"loss {progress.recent_loss:.4f}, {rate:.0f} tokens/s"
-                )
+    with directory.alone(first):
+        directory.resume(learner, progress)
+        if progress.step:
+            notes.print(f"{what}: going on after step {progress.step} of {len(steps)}")
+        with counting(notes, what, len(steps), progress.step) as advance:
+            saved = began = time.monotonic()
+            tokens_before = progress.tokens
+            while progress.step < len(steps):
+                batch = [rows[index] for index in steps[progress.step]]
+                loss = learner.learn(batch, _warmth(progress.step, len(steps)))
+                if not math.isfinite(loss):
+                    raise InputError(
+                        f"{what}: gradients are no numbers at step {progress.step}; lower the learning rate"
+                    )
+                progress.add(loss, batch)
+                advance(f", loss {progress.recent_loss:.3f}")
+                now = time.monotonic()
+                if now - saved > _CHECKPOINT_SECONDS or progress.step == len(steps):
+                    if first:
+                        directory.save(learner, progress)
+                    saved = now
+                    rate = (progress.tokens - tokens_before) / (now - began)
+                    notes.print(
+                        f"{what}: step {progress.step} of {len(steps)}, {progress.tokens:,} tokens, "
+                        f"loss {progress.recent_loss:.4f}, {rate:.0f} tokens/s"
+                    )
     learner.processes.wait_for_everyone()
 
 
@@ -267,8 +286,11 @@ def save_state(state: Mapping[str, Any], file: Path) -> None:
     """Writes a checkpoint. Raises OSError where it cannot be written."""
     try:
         torch.save(state, file)
-    except RuntimeError as error:  # PyTorch's word for a disk that is full.
-        raise OSError(f"cannot be written ({str(error).splitlines()[0]})") from None
+    except (RuntimeError, OSError) as error:
+        file.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError):  # PyTorch's word for a disk that is full.
+            raise OSError("cannot be written, perhaps because the disk is full") from None
+        raise
 
 
 def exact_spans(model: PreTrainedModel | PeftModel, row: Row) -> list[bool]:
@@ -276,10 +298,14 @@ def exact_spans(model: PreTrainedModel | PeftModel, row: Row) -> list[bool]:
 
     That is the case where each of them is the likeliest one after those before it, so one reading of the row tells.
     """
-    with torch.inference_mode():
-        right = _logits(model, row).argmax(-1) == _targets(row, model.device)
-    lengths = [span.end - span.start for span in row.spans]
-    return [bool(span.all()) for span in right.cpu().split(lengths)]
+    read = row.cut(_positions(model))
+    exact = []
+    if read.spans:
+        with torch.inference_mode():
+            right = _logits(model, read).argmax(-1) == _targets(read, model.device)
+        lengths = [span.end - span.start for span in read.spans]
+        exact = [bool(span.all()) for span in right.cpu().split(lengths)]
+    return exact + [False] * (len(row.spans) - len(exact))  # What is too far on to be read is not foretold.
 
 
 def schedule(lengths: Sequence[int], recipe: Recipe) -> list[list[int]]:
@@ -324,6 +350,11 @@ def _warmth(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
+def _positions(model: PreTrainedModel | PeftModel) -> int:
+    """Tokens that the model can read, where there is a limit."""
+    return int(getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
+
+
 def _logits(model: PreTrainedModel | PeftModel, row: Row) -> torch.Tensor:
     """What ``model`` expects at each learned token, shape (learned tokens, vocabulary)."""
     before = [place - 1 for span in row.spans for place in range(span.start, span.end)]
@@ -357,12 +388,24 @@ class _Directory:
         self._checkpoint = self._output.with_name(self._output.name + ".checkpoint")
         self._description = description
 
+    @contextmanager
+    def alone(self, first: bool) -> Iterator[None]:
+        """Around a training. ``first``: whether this is the process that writes. Raises InputError where the directory
+        has anything that is not of this training, or another process trains there."""
+        with ExitStack() as held:
+            if first:
+                held.enter_context(only_process(self._output))
+                for left in self._output.glob(f"{_SAVING}*"):
+                    shutil.rmtree(left, ignore_errors=True)
+                others = [path.name for path in self._output.iterdir() if path.name != LOCK]
+                if others and not self._checkpoint.exists():
+                    raise InputError(f"{self._output}: holds {min(others)} already; choose another directory")
+            yield
+
     def resume(self, learner: Learner, progress: _Progress) -> None:
         """Takes both to where the checkpoint is, if there is one."""
-        with self._writable():
-            self._output.mkdir(parents=True, exist_ok=True)
-            if not self._checkpoint.exists():
-                return
+        if not self._checkpoint.exists():
+            return
         try:
             state = torch.load(self._checkpoint, map_location="cpu", weights_only=True)
             matching = state["fingerprint"] == progress.fingerprint
@@ -371,11 +414,12 @@ class _Directory:
                 progress.step, progress.tokens, progress.losses = state["step"], state["tokens"], state["losses"]
         except Exception as error:  # PyTorch says in many ways that a file is not what it wrote.
             raise InputError(
-                f"{self._checkpoint}: damaged ({type(error).__name__}); remove it to start afresh"
+                f"{self._checkpoint}: damaged ({type(error).__name__}); remove it and the model to start afresh"
             ) from error
         if not matching:
             raise InputError(
-                f"{self._checkpoint}: is of a training of other runs, or by another recipe; remove it to start afresh"
+                f"{self._checkpoint}: is of a training on other runs, or by another recipe; remove it and the model to "
+                "start afresh"
             )
 
     def save(self, learner: Learner, progress: _Progress) -> None:
@@ -384,7 +428,7 @@ class _Directory:
             "tokens": progress.tokens,
             "losses": [round(loss, 4) for loss in progress.losses or []],
         }
-        with self._writable(), tempfile.TemporaryDirectory(dir=self._output.parent, prefix="saving-") as scratch:
+        with self._writable(), tempfile.TemporaryDirectory(dir=self._output, prefix=_SAVING) as scratch:
             new = Path(scratch)
             learner.save(new)
             (new / "training.json").write_text(json.dumps(self._description | reached, indent=1) + "\n")

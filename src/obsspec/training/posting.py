@@ -99,11 +99,11 @@ class PostedTransitions:
             return self._retry(str(error))
         if response.status_code >= 500:
             return self._retry(response.text)
-        if response.is_error:
-            self._complain(response.text)
+        try:
+            self.lost += int(response.raise_for_status().json()["without_beginning"])
+        except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
+            self._complain(f"{error} {response.text[:200]}")
             self.lost += len(batch)
-        else:
-            self.lost += response.json()["without_beginning"]
         return True
 
     def _retry(self, reason: str) -> bool:

@@ -42,6 +42,8 @@ _IDLE_SECONDS = 1.0
 _SAVE_SECONDS = 120.0
 _RETRY_SECONDS = 5.0
 _NOTE_SECONDS = 30.0
+_CLOSE_SECONDS = 2
+_MOST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +65,18 @@ def serve(service: Service, base: str, adapter: str | None, recipe: Recipe, pace
     places that cannot be used, before anything is trained."""
     if not service.publish_seconds >= 0:
         raise InputError(f"--publish-seconds {service.publish_seconds}: must be 0 or more")
-    with publishing_alone(service.directory), Transitions.open(service.store) as transitions:
+    with ExitStack() as stack:
+        bound = None if service.listen is None else stack.enter_context(bind(service.listen))
+        stack.enter_context(publishing_alone(service.directory))
+        transitions = stack.enter_context(Transitions.open(service.store))
         with notes.status("loading the model"):
             trainable = load_trainable(base, recipe, adapter)
             training = CoTraining(transitions, service.directory, trainable, recipe, pace)
         notes.print(f"version {training.figures.version} in {service.directory}: {_said(training)}", soft_wrap=True)
-        with ExitStack() as stack:
-            if service.listen is not None:
-                url = stack.enter_context(listening(application(training, transitions), service.listen))
-                notes.print(f"listening at {url}: /transitions, /status, /metrics", soft_wrap=True)
-            anyio.run(_serve, service, training, recipe.rank is None, notes)
+        if bound is not None:
+            url = stack.enter_context(listening(application(training, transitions), bound))
+            notes.print(f"listening at {url}: /transitions, /status, /metrics", soft_wrap=True)
+        anyio.run(_serve, service, training, recipe.rank is None, notes)
 
 
 async def _serve(service: Service, training: CoTraining, whole: bool, notes: Console) -> None:
@@ -222,9 +226,13 @@ def application(training: CoTraining, transitions: Transitions) -> Starlette:
     registry.register(_Collector(training))
 
     async def receive(request: Request) -> Response:
-        content = await request.body()
+        content = bytearray()
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > _MOST_BYTES:
+                return JSONResponse({"error": f"more than {_MOST_BYTES} bytes; send fewer lines at once"}, 413)
         try:
-            added, homeless = await anyio.to_thread.run_sync(transitions.receive, content)
+            added, homeless = await anyio.to_thread.run_sync(transitions.receive, bytes(content))
         except ValueError as error:
             return JSONResponse({"error": str(error)}, 400)
         except InputError as error:
@@ -246,29 +254,30 @@ def application(training: CoTraining, transitions: Transitions) -> Starlette:
     )
 
 
-@contextmanager
-def listening(app: Starlette, where: str) -> Iterator[str]:
-    """Serves ``app`` at ``HOST:PORT`` in a thread of its own, and yields its URL; port 0 takes any that is free.
-
-    Raises InputError where that is none, or taken.
-    """
+def bind(where: str) -> socket.socket:
+    """A socket at ``HOST:PORT``; port 0 takes any that is free. Raises InputError where that is none, or taken."""
     host, _, port = where.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
     try:
-        bound = socket.create_server((host.strip("[]"), int(port)), family=_family(host))
+        if not host:
+            raise ValueError("no host")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, int(port)), family=family)
     except (OSError, ValueError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"--listen {where}: {reason}; give HOST:PORT, such as 127.0.0.1:8100") from None
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+
+
+@contextmanager
+def listening(app: Starlette, bound: socket.socket) -> Iterator[str]:
+    """Serves ``app`` in a thread of its own until the block ends, and yields its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_CLOSE_SECONDS))
     # In the main thread it would take Ctrl-C for itself.
     thread = Thread(target=server.run, args=([bound],), name="http", daemon=True)
-    with bound:
-        thread.start()
-        try:
-            yield f"http://{host}:{bound.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(10.0)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+    thread.start()
+    host, port, *_ = bound.getsockname()
+    try:
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(2.0 * _CLOSE_SECONDS)

@@ -25,6 +25,10 @@ Role = Literal["policy", "world_model"]
 """What an adapter makes of the base model: it writes commands, or what they print."""
 
 
+_MOST_CHARACTERS = 64
+"""In a token, on average: text that is longer than that is certainly too long to be drafted."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertRun:
     """What an expert did on a task and what it saw, from the instruction to the solution."""
@@ -151,6 +155,8 @@ def world_model_rows(
             finished.append(current)
             current = _Pieces()
         current.add(prompt[len(current.tokens) :])
+        if len(exchange.observation) > _MOST_CHARACTERS * limits.draft_tokens:
+            continue  # Not to be encoded in vain.
         answer = chat.answer(exchange.observation)
         if len(answer) <= limits.draft_tokens:
             current.add(answer, weight, turn)

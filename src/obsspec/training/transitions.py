@@ -342,6 +342,11 @@ class Transitions:
             self._drop(kept=lines[-1].rollout if lines else None)
         return added, homeless
 
+    def latest_id(self) -> int:
+        """Of the transition that was added last; 0 where there is none."""
+        with self._transaction("DEFERRED"):
+            return self._latest_id()
+
     def _latest_id(self) -> int:
         return int(self._database.execute("SELECT coalesce(max(id), 0) FROM steps").fetchone()[0])
 

@@ -23,6 +23,8 @@ from typing import Any
 from obsspec.errors import InputError, writing
 
 _CURRENT = "current.json"
+_WRITING = "writing-"
+LOCK = "lock"
 _KEPT = 3
 """Versions that stay: those who follow may still be loading the one before."""
 
@@ -34,6 +36,8 @@ class Version:
     number: int
     """From 1."""
     directory: Path
+    base: str
+    """The model that it was trained from."""
 
 
 def current_version(root: Path) -> Version | None:
@@ -43,26 +47,33 @@ def current_version(root: Path) -> Version | None:
     """
     file = root / _CURRENT
     try:
-        number = json.loads(file.read_bytes())["version"]
+        about = json.loads(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{file}: not what co-training wrote ({error}); give its directory, or remove it") from None
-    return Version(number, _directory(root, number))
+    number, base = (about.get("version"), about.get("base")) if isinstance(about, dict) else (None, None)
+    if type(number) is not int or number < 1 or not isinstance(base, str):
+        raise InputError(f"{file}: not what co-training wrote; give its directory, or remove it")
+    directory = _directory(root, number)
+    if not directory.is_dir():
+        raise InputError(f"{file}: names version {number}, which is not there; train on there, or remove the file")
+    return Version(number, directory, base)
 
 
-def publish_version(root: Path, write: Callable[[Path], None], about: Mapping[str, Any]) -> Version:
+def publish_version(root: Path, base: str, write: Callable[[Path], None], about: Mapping[str, Any]) -> Version:
     """Makes a new version current, one higher than any that there was. ``write`` fills its directory.
 
-    ``about``: what is known of it, for ``current.json`` and its own ``version.json``. One process publishes at a time.
-    Raises InputError where ``root`` cannot be written; then the version before stays current.
+    ``base``: the model that it was trained from. ``about``: what else is known of it, for ``current.json`` and its own
+    ``version.json``. One process publishes at a time. Raises InputError where ``root`` cannot be written; then the
+    version before stays current.
     """
     with writing(root, "directory"):
         root.mkdir(parents=True, exist_ok=True)
         numbers = _numbers(root)
         version = max(numbers, default=0) + 1
-        described = json.dumps({"version": version, **about}, indent=1) + "\n"
-        with tempfile.TemporaryDirectory(dir=root, prefix="writing-", ignore_cleanup_errors=True) as scratch:
+        described = json.dumps({"version": version, "base": base, **about}, indent=1) + "\n"
+        with tempfile.TemporaryDirectory(dir=root, prefix=_WRITING, ignore_cleanup_errors=True) as scratch:
             new = Path(scratch) / "new"
             new.mkdir()
             write(new)
@@ -77,20 +88,32 @@ def publish_version(root: Path, write: Callable[[Path], None], about: Mapping[st
         _sync(root)
         for number in sorted(numbers)[: -_KEPT + 1]:
             shutil.rmtree(_directory(root, number), ignore_errors=True)
-    return Version(version, _directory(root, version))
+    return Version(version, _directory(root, version), base)
 
 
 @contextmanager
 def publishing_alone(root: Path) -> Iterator[None]:
-    """For the one process that publishes in ``root``. Raises InputError where there is one already."""
-    with writing(root, "directory"):
-        root.mkdir(parents=True, exist_ok=True)
-        stream = (root / "lock").open("wb")
+    """For the one process that publishes in ``root``. Raises InputError where there is one already, or a model."""
+    with only_process(root):
+        for name in ("adapter_config.json", "config.json"):
+            if (root / name).exists():
+                raise InputError(f"{root}: holds a model ({name}); choose another directory")
+        for left in root.glob(f"{_WRITING}*"):  # Of a process that was killed.
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+@contextmanager
+def only_process(directory: Path) -> Iterator[None]:
+    """For the one process that trains in a directory, which is made. Raises InputError where there is one already."""
+    with writing(directory, "directory"):
+        directory.mkdir(parents=True, exist_ok=True)
+        stream = (directory / LOCK).open("wb")
     with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise InputError(f"{root}: another process is training there; wait for it or choose another") from None
+            raise InputError(f"{directory}: another process is training there; wait or choose another") from None
         yield
 
 
