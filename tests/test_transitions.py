@@ -540,7 +540,7 @@ def test_a_run_adds_what_its_sandboxes_execute(tmp_path: Path, monkeypatch: pyte
     file, console = tmp_path / "new" / "transitions.sqlite", Console(quiet=True)
     for number in range(2):
         output = tmp_path / f"run-{number}"
-        assert run(Plan("generated:text/easy/0-1"), output, False, 2, None, None, console, file) == []
+        assert run(Plan("generated:text/easy/0-1"), output, False, 2, None, None, console, str(file)) == []
     with Transitions.open(file) as transitions:
         read = list(transitions.after())
     assert [each.query.task for each in read].count("text/easy/0") == len(read) // 2 == 4
