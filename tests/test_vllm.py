@@ -30,8 +30,9 @@ from rich.console import Console
 from torch.nn import functional
 
 from http_server import Exchange, serve, until
+from obsspec.background import background
 from obsspec.budget import Seats
-from obsspec.chat import ChatFormat, TerminalChat
+from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
 from obsspec.context import Context, Tokens
 from obsspec.errors import InputError
 from obsspec.policies.following import FollowingPolicy
@@ -40,13 +41,18 @@ from obsspec.policies.local import LocalPolicy
 from obsspec.policies.networks import HubNetwork
 from obsspec.policies.vllm import Served as ServedModel
 from obsspec.policies.vllm import VllmPolicy, find_model
+from obsspec.predictors import LanguageModel
 from obsspec.reports.records import read_trajectories
 from obsspec.rollout import Failure, rollout
 from obsspec.runs import Plan
 from obsspec.runs import run as carry_out
 from obsspec.speculation import Settings, Speculator
 from obsspec.testing import ScriptedEnvironment
+from obsspec.training.cotraining import CoTraining, Pace
+from obsspec.training.finetune import Recipe, load_trainable
 from obsspec.training.publishing import VllmAdapters, VllmWeights
+from obsspec.training.service import Service, run_service
+from obsspec.training.transitions import Transitions
 from obsspec.types import Chunk, Draft, Generation, Observation, PolicyError, Query, Request, Sampling, Task
 from tiny import llama, tokenizer
 
@@ -458,6 +464,35 @@ async def written(policy: Any, model: Any | None = None) -> Tokens:
     """What it writes greedily, or what ``model`` would."""
     asked = request(context=context(), sampling=GREEDY, max_tokens=24)
     return (await run(policy if model is None else LocalPolicy(HubNetwork(model)), asked)).tokens
+
+
+@pytest.mark.anyio
+async def test_what_is_cotrained_is_foretold_by_the_server(served: Served, tmp_path: Path) -> None:
+    """From the store of transitions to the drafts of a world model on a server, while both run."""
+    recipe = Recipe(rows_per_step=2, learning_rate=0.01, rank=4)
+    query = Query("task", "Make a file.", (), "touch file")
+    drafts: list[str] = []
+    with Transitions.open(tmp_path / "store.sqlite") as transitions:
+        transitions.add("rollout", query, Observation("it is there"))
+        trainable = load_trainable(str(served.directory), recipe)
+        training = CoTraining(transitions, tmp_path / "model", trainable, recipe, Pace(passes=100))
+        service = Service(tmp_path / "store.sqlite", tmp_path / "model", 1.0, vllm=served.url)
+        with anyio.fail_after(200):
+            async with (
+                FollowingPolicy.connect(served.url, None, tokenizer(), every=0.2) as policy,
+                background() as tasks,
+            ):
+                tasks.start_soon(run_service, service, training, False, Console(quiet=True))
+                predictor = LanguageModel(policy, WorldModelChat(ChatFormat(tokenizer())), floor=0.0)
+                while drafts != ["it is there"]:
+                    await anyio.sleep(0.2)
+                    drafts.clear()
+                    await predictor.predict(query, lambda draft: drafts.append(draft.text))
+                assert policy.model.startswith("world-model-v")
+    async with Server(served.url) as server:
+        for card in (await server.ask("GET", "/v1/models"))["data"]:
+            if card.get("parent"):
+                await server.tell("/v1/unload_lora_adapter", {"lora_name": card["id"]})
 
 
 @pytest.mark.anyio

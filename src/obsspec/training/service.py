@@ -76,10 +76,12 @@ def serve(service: Service, base: str, adapter: str | None, recipe: Recipe, pace
         if bound is not None:
             url = stack.enter_context(listening(application(training, transitions), bound))
             notes.print(f"listening at {url}: /transitions, /status, /metrics", soft_wrap=True)
-        anyio.run(_serve, service, training, recipe.rank is None, notes)
+        anyio.run(run_service, service, training, recipe.rank is None, notes)
 
 
-async def _serve(service: Service, training: CoTraining, whole: bool, notes: Console) -> None:
+async def run_service(service: Service, training: CoTraining, whole: bool, notes: Console) -> None:
+    """Co-trains until it is cancelled, for the servers of ``service``. ``whole``: whether versions are whole models,
+    rather than adapters."""
     async with AsyncExitStack() as stack:
         publishers: list[Publisher] = []
         if service.vllm is not None:
