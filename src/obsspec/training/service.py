@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Thread
@@ -35,7 +35,7 @@ from obsspec.training.cotraining import CoTraining, Pace
 from obsspec.training.finetune import Recipe, load_trainable
 from obsspec.training.publishing import Publisher, SglangAdapters, SglangWeights, VllmAdapters, VllmWeights
 from obsspec.training.transitions import Transitions
-from obsspec.training.versions import Version, current_version, publishing_alone
+from obsspec.training.versions import current_version, publishing_alone
 from obsspec.types import PolicyError
 
 _IDLE_SECONDS = 1.0
@@ -102,11 +102,14 @@ async def cotrain(
     or the disk no checkpoint.
     """
     newest = current_version(training.directory)
-    if newest is not None:
-        for publisher in publishers:  # What a server will never take is better known before anything is trained.
-            with suppress(PolicyError):
-                await publisher.publish(newest.number, newest.directory)
-    async with _distributing(training, publishers, notes) as distribute:
+    async with background() as tasks:
+        for publisher in publishers:
+            done = 0
+            if newest is not None:  # What a server will never take is better known before anything is trained.
+                with suppress(PolicyError):
+                    await publisher.publish(newest.number, newest.directory)
+                    done = newest.number
+            tasks.start_soon(_keep_up, publisher, training.directory, done, notes)
         published = saved = noted = time.monotonic()
         try:
             while True:
@@ -115,10 +118,10 @@ async def cotrain(
                 if now - published >= publish_seconds:
                     rollbacks = training.figures.rollbacks
                     version = await anyio.to_thread.run_sync(training.publish)
-                    published = saved = now
+                    published = now
                     if version is not None:
+                        saved = now
                         notes.print(f"version {version.number}: {_said(training)}", soft_wrap=True)
-                        distribute(version)
                     elif training.figures.rollbacks > rollbacks:
                         notes.print(
                             f"what was learned since version {training.figures.version} is worse: back to that",
@@ -137,34 +140,21 @@ async def cotrain(
                 await anyio.to_thread.run_sync(training.save)
 
 
-@asynccontextmanager
-async def _distributing(training: CoTraining, publishers: Sequence[Publisher], notes: Console) -> AsyncIterator[Any]:
-    """Yields a function that has a version brought to all servers, beside the training. A newer one takes its place."""
-    newest: Version | None = current_version(training.directory)
-
-    def distribute(version: Version) -> None:
-        nonlocal newest
-        newest = version
-
-    async def keep(publisher: Publisher) -> None:
-        done = 0
-        while True:
-            if newest is None or newest.number == done:
-                await anyio.sleep(_IDLE_SECONDS / 2)
-                continue
-            version = newest
-            try:
-                await publisher.publish(version.number, version.directory)
-            except (PolicyError, InputError) as error:
-                notes.print(f"version {version.number} not taken, trying again: {error}", soft_wrap=True)
-                await anyio.sleep(_RETRY_SECONDS)
-            else:
-                done = version.number
-
-    async with background() as tasks:
-        for publisher in publishers:
-            tasks.start_soon(keep, publisher)
-        yield distribute
+async def _keep_up(publisher: Publisher, directory: Path, done: int, notes: Console) -> None:
+    """Brings each new version to a server, beside the training; where a newer one has come meanwhile, that one.
+    ``done``: the version that it has."""
+    while True:
+        version = current_version(directory)
+        if version is None or version.number == done:
+            await anyio.sleep(_IDLE_SECONDS / 2)
+            continue
+        try:
+            await publisher.publish(version.number, version.directory)
+        except (PolicyError, InputError) as error:
+            notes.print(f"version {version.number} not taken, trying again: {error}", soft_wrap=True)
+            await anyio.sleep(_RETRY_SECONDS)
+        else:
+            done = version.number
 
 
 def _said(training: CoTraining) -> str:
