@@ -19,6 +19,7 @@ import pytest
 
 import tiny
 from obsspec.reports.records import read_trajectories
+from obsspec.signals import held_back
 
 OBSSPEC = (sys.executable, "-c", "from obsspec.cli import main; main()")
 
@@ -408,3 +409,14 @@ def test_without_another_extra_it_says_what_to_install(
         check=False,
     )
     assert f"pip install 'obsspec[{extra}]'" in complaint(finished)
+
+
+def test_ctrl_c_waits_for_an_import() -> None:
+    """PyTorch ends the process where its own is interrupted."""
+    ended = []
+    with pytest.raises(KeyboardInterrupt), held_back():
+        signal.raise_signal(signal.SIGINT)
+        ended.append(True)
+    assert ended
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

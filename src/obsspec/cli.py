@@ -21,6 +21,7 @@ from typer.exceptions import TyperException
 
 from obsspec.errors import InputError, writing
 from obsspec.policies import Precision
+from obsspec.signals import held_back
 
 app = typer.Typer(
     name="obsspec",
@@ -259,7 +260,7 @@ def warmstart(
 
     instances = [instance for text in tasks for instance in parse_instances(text)]
     with _interruptible("the same command goes on, from the last checkpoint where there is one"):
-        with notes.status("loading PyTorch"):
+        with notes.status("loading PyTorch"), held_back():
             import torch
 
             from obsspec.models import DEFAULT_MODEL
@@ -356,7 +357,7 @@ def world_model_train(
     It goes on where it was interrupted. On several GPUs: `accelerate launch -m obsspec world-model train ...`.
     """
     with _interruptible("the same command goes on, from the last checkpoint where there is one"):
-        with notes.status("loading PyTorch"):
+        with notes.status("loading PyTorch"), held_back():
             import torch
 
             from obsspec.loading import training_start
@@ -388,7 +389,7 @@ def world_model_evaluate(
     from obsspec.reports.tables import counting
 
     with _interruptible("nothing was written"):
-        with notes.status("loading PyTorch"):
+        with notes.status("loading PyTorch"), held_back():
             import torch
 
             from obsspec.loading import base_and_adapter
@@ -449,7 +450,7 @@ def world_model_serve(
     less than those that were published last are never published. The same command goes on where one ended.
     """
     with _interruptible(f"the same command goes on; its versions are in {directory}"):
-        with notes.status("loading PyTorch"):
+        with notes.status("loading PyTorch"), held_back():
             import torch
 
             from obsspec.loading import training_start

@@ -18,6 +18,7 @@ from obsspec.reports.summary import Summary, summarize
 from obsspec.reports.tables import counting, families_table, share, summary_table
 from obsspec.rollout import rollout
 from obsspec.runs import Plan, Servers
+from obsspec.signals import held_back
 
 PLAN = Plan(
     tasks="generated:c_program,database,makefile,python_bug/easy/0",
@@ -72,7 +73,8 @@ def interleaved(
     jobs = next(iter(plans.values())).jobs()
     environments = {name: plan.environment() for name, plan in plans.items()}
     with notes.status("loading the models"):
-        from obsspec.loading import Models  # Imports for seconds.
+        with held_back():  # It imports for seconds.
+            from obsspec.loading import Models
 
         models = Models.load(max(plans.values(), key=lambda plan: plan.depth), Servers())
     lines: dict[str, list[list[TrajectoryLine]]] = {name: [[] for _ in range(repeats)] for name in plans}

@@ -22,6 +22,7 @@ from obsspec.hub import load_tokenizer
 from obsspec.policies import Precision
 from obsspec.predictors import Cascade, LanguageModel, Limits, Memory, Rules, TimeOuts
 from obsspec.runs import BUILTIN, Plan, Servers
+from obsspec.signals import held_back
 from obsspec.speculation import Speculator
 from obsspec.training.versions import Version, current_version
 from obsspec.types import Policy, Predictor
@@ -189,6 +190,7 @@ def training_start(name: str, output: Path) -> tuple[str, str | None]:
 
 
 def _load(name: str, role: str, precision: Precision) -> tuple[Network, PreTrainedTokenizerBase]:
-    from obsspec.policies.networks import load_network
+    with held_back():
+        from obsspec.policies.networks import load_network
 
     return load_network(*base_and_adapter(name, role), precision)

@@ -21,6 +21,7 @@ from obsspec.policies import Precision
 from obsspec.reports.records import line_of, open_run
 from obsspec.reports.tables import counting
 from obsspec.rollout import Failure, rollouts
+from obsspec.signals import held_back
 from obsspec.speculation import Settings
 from obsspec.tasks import parse_tasks
 from obsspec.training.transitions import Transitions, recorded
@@ -183,7 +184,8 @@ def run(
     ):
         pending = [(task, seed) for task, seed in jobs if (task.id, seed) not in directory.done]
         with notes.status("loading the models"):
-            from obsspec.loading import Models  # Imports for seconds; what is wrong with the plan has been said by now.
+            with held_back():  # It imports for seconds; what is wrong with the plan has been said by now.
+                from obsspec.loading import Models
 
             models = Models.load(plan, servers)
         with counting(notes, "rollouts", len(jobs), len(jobs) - len(pending)) as advance:
