@@ -76,6 +76,8 @@ def common(
 
 _PREDICTOR = "Any of `rules,memory,language_model,timeouts`, or `off`. The language model wants a core of its own."
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, for machines.")]
+Threads = Annotated[int, typer.Option(min=1, max=1024, help="Threads for training.")]
+Rank = Annotated[int, typer.Option(min=1, help="Of the low-rank update of every linear layer.")]
 
 
 @app.command()
@@ -243,11 +245,11 @@ def warmstart(
     base: Annotated[str, typer.Option(help="The model that it is for; the package's own if not given.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to train on.")] = 300_000,
     learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 5e-4,
-    rank: Annotated[int, typer.Option(min=1, help="Of the low-rank update of every linear layer.")] = 16,
+    rank: Rank = 16,
     seed: Annotated[
         int, typer.Option(min=0, max=_LARGEST_SEED, help="Of the initial weights and the order of the runs.")
     ] = 0,
-    threads: Annotated[int, typer.Option(min=1, max=1024, help="Threads for training.")] = 1,
+    threads: Threads = 1,
     concurrency: Annotated[int, typer.Option(min=1, help="Experts at the same time.")] = 4,
 ) -> None:
     """Train a small policy or a world model: an adapter, on what experts do on generated tasks in the sandbox.
@@ -330,8 +332,6 @@ Weights = Annotated[
         "--weights", help="Whether every observation counts alike, or by how long its command took, up to 2 s."
     ),
 ]
-Threads = Annotated[int, typer.Option(min=1, max=1024, help="Threads for training.")]
-Rank = Annotated[int, typer.Option(min=1, help="Of the low-rank update of every linear layer.")]
 Full = Annotated[bool, typer.Option("--full", help="Train all weights, rather than an adapter.")]
 TrainingPrecision = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the products in training.")]
 

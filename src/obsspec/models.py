@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -21,6 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 
 from obsspec.errors import InputError
 from obsspec.hub import MODEL_FILES, find, first_line, quiet
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -56,11 +61,12 @@ def load_model(
     """
     if precision not in get_args(Precision):
         raise InputError(f"precision {precision!r} is not known; use float32, bfloat16 or, to run a policy, int8")
-    where = None if adapter is None else adapter_directory(adapter)
+    if adapter is not None:
+        adapter_directory(adapter)  # What is not there is said before anything is loaded.
     with quiet():
         model, tokenizer = _load_default(cache) if name == DEFAULT_MODEL else _load_named(name)
-        if where is not None:
-            model = _merged(model, name, where)
+        if adapter is not None:
+            model = _merged(model, name, adapter)
         return model.to(getattr(torch, precision)).eval(), tokenizer
 
 
@@ -175,27 +181,47 @@ def _convert(weights: Path, directory: Path) -> None:
     AutoTokenizer.from_pretrained(weights.parent, **gguf).save_pretrained(directory)
 
 
-def _merged(model: PreTrainedModel, name: str, directory: Path) -> PreTrainedModel:
-    """The model with an adapter added to its weights."""
+def adapted(model: PreTrainedModel, name: str, adapter: str | Path, trainable: bool = False) -> PeftModel:
+    """The model, which was loaded by ``name``, with an adapter, named as for `load_model`, put on it.
+
+    Raises InputError where they do not belong together, or the adapter is none that can be merged.
+    """
+    directory = adapter_directory(adapter)
     try:
         import peft
     except ImportError as error:
         raise InputError(f"adapter {directory}: needs PEFT; pip install 'obsspec[local]'") from error
-    try:
+    with _belonging(name, directory):
         base = json.loads((directory / "adapter_config.json").read_text()).get("base_model_name_or_path") or name
         if _differ(base, name):
             raise InputError(f"adapter {directory}: was trained on {base}, not on {name}; use that model")
-        adapted = peft.PeftModel.from_pretrained(model, directory)
-        if set(peft.load_peft_weights(directory)) != set(peft.get_peft_model_state_dict(adapted)):
+        result = peft.PeftModel.from_pretrained(model, directory, is_trainable=trainable)
+        if set(peft.load_peft_weights(directory)) != set(peft.get_peft_model_state_dict(result)):
             raise ValueError("its weights are for other layers")
-        merged: PreTrainedModel = adapted.merge_and_unload()
+        if not hasattr(result, "merge_and_unload"):
+            raise ValueError("it cannot be merged into the weights")
+    return result
+
+
+def _merged(model: PreTrainedModel, name: str, adapter: str | Path) -> PreTrainedModel:
+    """The model with an adapter added to its weights."""
+    result = adapted(model, name, adapter)
+    with _belonging(name, adapter_directory(adapter)):
+        merged: PreTrainedModel = result.merge_and_unload()
+    return merged
+
+
+@contextmanager
+def _belonging(name: str, directory: Path) -> Iterator[None]:
+    """Around what an adapter and a model do together. Raises InputError for whatever goes wrong, as for a model."""
+    try:
+        yield
     except InputError:
         raise
-    except Exception as error:  # As for a model.
+    except Exception as error:
         raise InputError(
             f"adapter {directory}: damaged, or trained on a model other than {name} ({first_line(error)})"
         ) from error
-    return merged
 
 
 def _differ(base: str, name: str) -> bool:

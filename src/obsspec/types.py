@@ -152,6 +152,10 @@ class Request:
     """Whether it is to be said of each token of a greedy generation which was the second likeliest. A policy may leave
     that out; world models get second drafts from it."""
 
+    @property
+    def wants_runners_up(self) -> bool:
+        return self.runners_up and self.sampling.temperature == 0
+
 
 class PolicyError(Exception):
     """A request failed in a way that may pass: the connection broke, the server is restarting. It is tried again."""

@@ -86,8 +86,7 @@ class LocalPolicy:
 def _next(prefix: _Prefix, piece: Tokens, network: Network, request: Request, uniform: float) -> Chunk:
     logits = prefix.read(piece, network)
     token, logprob = draw(logits, request.sampling, uniform)
-    greedy = request.sampling.temperature == 0
-    runners_up = (runner_up(logits, token),) if request.runners_up and greedy else ()
+    runners_up = (runner_up(logits, token),) if request.wants_runners_up else ()
     return Chunk((token,), (logprob,), runners_up=runners_up)
 
 

@@ -71,7 +71,6 @@ class SglangPolicy:
             return finish
         resumed = len(request.resume.tokens)
         sampled = 0
-        runners_up = _wants_runners_up(request)
         reason: str | None = None
 
         def take(event: Any) -> None:
@@ -81,7 +80,7 @@ class SglangPolicy:
             if new > 0:  # They come last, whether or not the event repeats the earlier ones.
                 sampled += new
                 logprobs, tokens, *_ = zip(*meta["output_token_logprobs"][-new:], strict=True)
-                second = _runners_up(tokens, meta["output_top_logprobs"][-new:]) if runners_up else ()
+                second = _runners_up(tokens, meta["output_top_logprobs"][-new:]) if request.wants_runners_up else ()
                 emit(Chunk(tokens, logprobs, _version(meta.get("weight_version")), second))
             if end := meta["finish_reason"]:
                 reason = end["type"]
@@ -113,16 +112,12 @@ class SglangPolicy:
                 "stop_token_ids": request.stop,
             },
             "return_logprob": True,
-            "top_logprobs_num": 2 if _wants_runners_up(request) else 0,
+            "top_logprobs_num": 2 if request.wants_runners_up else 0,
             "stream": True,
             "lora_path": self.adapter,
         }
         # Higher is sooner here.
         return body | ({"priority": -request.priority} if self._priority else {})
-
-
-def _wants_runners_up(request: Request) -> bool:
-    return request.runners_up and request.sampling.temperature == 0
 
 
 def _runners_up(tokens: Sequence[int], likeliest: Sequence[Sequence[Any]]) -> tuple[RunnerUp, ...]:

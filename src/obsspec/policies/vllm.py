@@ -119,7 +119,6 @@ class VllmPolicy:
         self.check(request.sampling)
         sampled = len(request.resume.tokens)
         version = self.weight_version
-        runners_up = _wants_runners_up(request)
         reason: str | None = None
 
         def take(event: Any) -> None:
@@ -131,7 +130,7 @@ class VllmPolicy:
                 if tokens:
                     sampled += len(tokens)
                     logprobs = choice["logprobs"]
-                    second = _runners_up(tokens, logprobs["top_logprobs"]) if runners_up else ()
+                    second = _runners_up(tokens, logprobs["top_logprobs"]) if request.wants_runners_up else ()
                     emit(Chunk(tuple(tokens), tuple(logprobs["token_logprobs"]), version, second))
                 reason = choice["finish_reason"]
 
@@ -184,7 +183,7 @@ class VllmPolicy:
             "stream": True,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # in the log-probabilities, whose text nobody reads
-            "logprobs": 2 if _wants_runners_up(request) else 0,  # of the chosen token only
+            "logprobs": 2 if request.wants_runners_up else 0,  # of the chosen token only
         }
         return body | ({"priority": request.priority} if self._priority else {})
 
@@ -198,10 +197,6 @@ class VllmPolicy:
             self._priority = False  # If that is not what it refused, it refuses the next one as well.
             await self.generate(asked, chunks.append)
         self.processed_logprobs = chunks[0].logprobs[0] > -1e-6
-
-
-def _wants_runners_up(request: Request) -> bool:
-    return request.runners_up and request.sampling.temperature == 0
 
 
 def _runners_up(tokens: Sequence[int], likeliest: Sequence[Mapping[str, float]]) -> tuple[RunnerUp, ...]:

@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,7 +39,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from obsspec.errors import InputError
-from obsspec.models import adapter_directory, load_model
+from obsspec.models import adapted, load_model
 from obsspec.reports.tables import counting
 from obsspec.training.trajectories import Row
 from obsspec.training.versions import LOCK, only_process
@@ -101,15 +101,11 @@ def load_trainable(base: str, recipe: Recipe, adapter: str | None = None) -> Tra
     if recipe.rank is None:
         model, tokenizer = load_model(base, adapter)
         return Trainable(model, tokenizer, base)
-    if adapter is not None:
-        load_model(base, adapter)  # It says in one line what may be wrong with them, and that they belong together.
     network, tokenizer = load_model(base)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT uses a name that transformers has replaced.
         if adapter is not None:
-            directory = adapter_directory(adapter)
-            model = PeftModel.from_pretrained(network, directory, is_trainable=True, autocast_adapter_dtype=True)
-            return Trainable(model, tokenizer, base)
+            return Trainable(adapted(network, base, adapter, trainable=True), tokenizer, base)
         lora = LoraConfig(r=recipe.rank, lora_alpha=2 * recipe.rank, target_modules="all-linear", task_type="CAUSAL_LM")
         return Trainable(get_peft_model(network, lora), tokenizer, base)
 
@@ -328,18 +324,18 @@ class _Progress:
     fingerprint: str
     step: int = 0
     tokens: int = 0
-    losses: list[float] | None = None
+    losses: list[float] = field(default_factory=list)
     """Of each step."""
 
     @property
     def recent_loss(self) -> float:
-        recent = (self.losses or [math.nan])[-20:]
+        recent = self.losses[-20:]
         return sum(recent) / len(recent)
 
     def add(self, loss: float, rows: Sequence[Row]) -> None:
         self.step += 1
         self.tokens += sum(len(row.tokens) for row in rows)
-        self.losses = [*(self.losses or []), loss]
+        self.losses.append(loss)
 
 
 def _warmth(step: int, steps: int) -> float:
@@ -426,7 +422,7 @@ class _Directory:
         reached = {
             "step": progress.step,
             "tokens": progress.tokens,
-            "losses": [round(loss, 4) for loss in progress.losses or []],
+            "losses": [round(loss, 4) for loss in progress.losses],
         }
         with self._writable(), tempfile.TemporaryDirectory(dir=self._output, prefix=_SAVING) as scratch:
             new = Path(scratch)

@@ -177,7 +177,7 @@ def status(training: CoTraining) -> dict[str, Any]:
     return {
         **figures,
         "scored": len(scored),
-        "exact_rate": rate(sum(each.exact for each in scored), len(scored)),
+        "exact_rate": training.exact_rate if scored else None,
         "exact_rate_published": rate(sum(each.published for each in scored), len(scored)),
         "exact_rate_of_seconds": rate(sum(each.seconds for each in scored if each.exact), seconds),
     }

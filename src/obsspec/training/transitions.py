@@ -298,13 +298,11 @@ class Transitions:
             for number, line in enumerate(lines, start=1):
                 found = self._find(line.rollout, line.place)
                 if found is None:
-                    previous = self._find(line.rollout, line.place - 1) if line.place else None
-                    if line.place and (previous is None or not _same_rollout(previous.line, line)):
+                    if not self._append(line):
                         raise InputError(
                             f"{file}, {unit} {number}: place: the step of its rollout before {line.place} is missing; "
                             "give the whole of what was exported"
                         )
-                    self._insert(line, previous.digest if previous else _digest(b"", line.task))
                     added += 1
                 elif found.line != line:
                     field = next(name for name, value in asdict(line).items() if getattr(found.line, name) != value)
@@ -331,14 +329,10 @@ class Transitions:
         added = homeless = 0
         with self._transaction("IMMEDIATE"):
             for line in lines:
-                if self._find(line.rollout, line.place) is not None:
-                    continue
-                previous = self._find(line.rollout, line.place - 1) if line.place else None
-                if line.place and (previous is None or not _same_rollout(previous.line, line)):
-                    homeless += 1
-                    continue
-                self._insert(line, previous.digest if previous else _digest(b"", line.task))
-                added += 1
+                if self._find(line.rollout, line.place) is None:
+                    appended = self._append(line)
+                    added += appended
+                    homeless += not appended
             self._drop(kept=lines[-1].rollout if lines else None)
         return added, homeless
 
@@ -356,6 +350,14 @@ class Transitions:
     def _find(self, rollout: str, place: int) -> _Stored | None:
         row = self._database.execute(f"{_SELECT} WHERE key = ? AND place = ?", (rollout, place)).fetchone()
         return None if row is None else _stored(row)
+
+    def _append(self, line: _Line) -> bool:
+        """Inserts it behind the step before it; False where that is missing, or of another task."""
+        previous = self._find(line.rollout, line.place - 1) if line.place else None
+        if line.place and (previous is None or not _same_rollout(previous.line, line)):
+            return False
+        self._insert(line, previous.digest if previous else _digest(b"", line.task))
+        return True
 
     def _insert(self, line: _Line, before: bytes) -> int:
         """``before``: the digest of what came before it in its rollout."""
