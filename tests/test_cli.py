@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -411,6 +411,15 @@ def test_without_another_extra_it_says_what_to_install(
     assert f"pip install 'obsspec[{extra}]'" in complaint(finished)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C, also where the tests run in the background of a script, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_waits_for_an_import() -> None:
     """PyTorch ends the process where its own is interrupted."""
     ended = []
