@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
+import inspect
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import anyio
 import typer
@@ -50,6 +51,7 @@ _EXTRAS = {
     **dict.fromkeys(("trio", "pyarrow", "plotly"), ("the lab and analyses need", "lab")),
     "aiohttp": ("a model on a server needs", "server"),
     "orjson": ("a model on a server needs", "server"),
+    **dict.fromkeys(("trl", "datasets"), ("training a policy needs", "rl")),
     **dict.fromkeys(("starlette", "uvicorn", "prometheus_client"), ("co-training needs", "training")),
 }
 """By package: what needs it, and the extra that brings it."""
@@ -305,6 +307,84 @@ def demo(
     if figures.different:
         raise typer.Exit(1)
 
+
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(help="Settings, as `--write-config` writes them; the defaults if not given.")
+    ] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--output", help="Directory for all that comes out, and to go on from.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the training in --output.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what it would do, need and write; do nothing.")
+    ] = False,
+    write_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--write-config", help="Write the settings, with a comment on each, to this file; do nothing else."
+        ),
+    ] = None,
+    as_json: Json = False,
+    **flags: Any,
+) -> None:
+    """Train a policy by GRPO on terminal tasks in the sandbox: TRL learns, and rollouts are collected with speculation.
+
+    Every setting is in CONFIG and also a flag. The first Ctrl-C ends it after the step under way, with a checkpoint,
+    the second one at once; after either, or after a crash, the same command with --resume goes on.
+    """
+    from obsspec.reports.training import outlook_table, read_records, training_table
+    from obsspec.training.settings import config_text, parse_all, read_settings
+
+    settings = read_settings(config, flags)
+    if write_config is not None:
+        with writing(f"--write-config {write_config}", "file"), write_config.open("x") as file:
+            file.write(config_text(settings))
+        _print(f"the settings are in {write_config}: obsspec train {write_config} --output runs/training")
+        return
+    if dry_run:
+        tasks, held_out = parse_all(settings)
+        _print(outlook_table(settings, len(tasks), len(held_out)))
+        return
+    if directory is None:
+        raise InputError("--output: say where what comes out is to go, such as --output runs/training")
+    with _interruptible(f"what was learned is in {directory}; the same command with --resume goes on"):
+        with notes.status("loading PyTorch"), held_back():
+            from obsspec.training.policy import train as train_policy
+
+        train_policy(settings, directory, resume, notes)
+    steps, evaluations = (read_records(directory / f"{name}.jsonl") for name in ("steps", "evaluations"))
+    if as_json:
+        _print_json({"steps": steps, "evaluations": evaluations})
+    else:
+        _print(training_table(steps, evaluations), f"the policy: obsspec rollout --policy {directory / 'policy'} ...")
+
+
+def _with_settings_as_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with a flag for each setting of a training in the place of its ``**flags``."""
+    from obsspec.training.settings import keys
+
+    signature = inspect.signature(command)
+    hints = get_type_hints(command, include_extras=True)
+    parameters = [
+        each.replace(annotation=hints[each.name])
+        for each in signature.parameters.values()
+        if each.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    for key in keys():
+        default = "" if key.default in (None, "", ()) else f" Default: {key.default}."
+        option = typer.Option(help=f"{key.description}{default}", rich_help_panel=key.section, show_default=False)
+        kind = list[str] if key.name == "report_to" else key.kind
+        annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+        parameters.append(
+            inspect.Parameter(key.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        )
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+app.command()(_with_settings_as_flags(train))
 
 world_model_app = typer.Typer(
     help="Train world models on what rollouts did, score them, and train one while rollouts run.",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
@@ -45,14 +46,18 @@ class LocalPolicy:
 
     def __init__(self, network: Network, workers: int = 1, cache_bytes: int = 1 << 30) -> None:
         self._network = network
+        self._version = 0
         self._seats = _Seats(workers)
         self._cache_bytes = cache_bytes
         self._prefixes = _Prefixes(cache_bytes)
         self._arrivals = count()
 
-    def replace(self, network: Network) -> None:
-        """Later requests are sampled from ``network``, those under way from the one with which they began."""
-        self._network = network
+    def replace(self, network: Network, version: int = 0) -> None:
+        """Later requests are sampled from ``network``, those under way from the one with which they began.
+
+        ``version``: what their tokens are said to be sampled by.
+        """
+        self._network, self._version = network, version
         self._prefixes = _Prefixes(self._cache_bytes)  # What the other one remembers means nothing to it.
 
     async def generate(self, request: Request, emit: Callable[[Chunk], None]) -> Finish:
@@ -63,7 +68,7 @@ class LocalPolicy:
         finish = finish_of(sampled, request.stop, request.max_tokens)
         if finish is not None:
             return finish
-        network, prefixes = self._network, self._prefixes
+        network, version, prefixes = self._network, self._version, self._prefixes
         unread = pieces(request.context) + [(token,) for token in sampled]
         with self._seats.seat((request.priority, next(self._arrivals))) as seat:
             # The last piece is read in any case, for what follows it.
@@ -76,7 +81,7 @@ class LocalPolicy:
                 while finish is None:
                     uniform = _uniform(request.seed, request.turn, len(sampled))
                     chunk = await seat.run(_next, prefix, piece, network, request, uniform)
-                    emit(chunk)
+                    emit(replace(chunk, weight_version=version))
                     sampled += chunk.tokens
                     piece = chunk.tokens
                     finish = finish_of(sampled, request.stop, request.max_tokens)

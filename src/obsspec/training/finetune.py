@@ -189,37 +189,53 @@ class Learner:
         self._optimizer = self._fresh_optimizer()
 
     def save(self, directory: Path) -> None:
-        """Writes the adapter as PEFT does, or the whole model and its tokenizer as transformers does, in bfloat16.
-
-        Raises OSError where it cannot be written.
-        """
-        try:
-            self._save(directory)
-        except SafetensorError as error:  # Its word for a disk that is full.
-            raise OSError(f"cannot be written ({error})") from None
-
-    def _save(self, directory: Path) -> None:
-        if not isinstance(self.model, PeftModel):
-            whole = {name: weight.bfloat16() for name, weight in self.model.state_dict().items()}
-            self.model.save_pretrained(directory, state_dict=whole)
-            self._trainable.tokenizer.save_pretrained(directory)
-            config = json.loads((directory / "config.json").read_text())
-            (directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=2) + "\n")
-            return
-        config = self.model.peft_config["default"]
-        config.base_model_name_or_path = self._trainable.base
-        config.target_modules = sorted(config.target_modules)
-        config.inference_mode = True
-        config.save_pretrained(directory)
-        adapter = {name: weight.bfloat16().contiguous() for name, weight in self._state().items()}
-        save_file(adapter, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-        (directory / "adapter_model.safetensors").chmod(0o644)  # A server may read it that is another user's.
+        """As `save_weights` does, in bfloat16."""
+        save_weights(self._trainable, directory)
 
     def _state(self) -> dict[str, torch.Tensor]:
-        if isinstance(self.model, PeftModel):
-            adapter: dict[str, torch.Tensor] = get_peft_model_state_dict(self.model, save_embedding_layers=False)
-            return adapter
-        return dict(self.model.state_dict())
+        return _adapter_weights(self.model) if isinstance(self.model, PeftModel) else dict(self.model.state_dict())
+
+
+def save_weights(trainable: Trainable, directory: Path, precision: torch.dtype = torch.bfloat16) -> None:
+    """Writes the adapter as PEFT does, or the whole model and its tokenizer as transformers does.
+
+    Raises OSError where it cannot be written.
+    """
+    try:
+        if isinstance(trainable.model, PeftModel):
+            _save_adapter(trainable.model, trainable.base, directory, precision)
+        else:
+            _save_whole(trainable.model, trainable.tokenizer, directory, precision)
+    except SafetensorError as error:  # Its word for a disk that is full.
+        raise OSError(f"cannot be written ({error})") from None
+
+
+def _save_adapter(model: PeftModel, base: str, directory: Path, precision: torch.dtype) -> None:
+    config = model.peft_config["default"]
+    config.base_model_name_or_path = base
+    config.target_modules = sorted(config.target_modules)
+    config.inference_mode = True
+    config.save_pretrained(directory)
+    config.inference_mode = False
+    adapter = {name: weight.to(precision).contiguous() for name, weight in _adapter_weights(model).items()}
+    save_file(adapter, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    (directory / "adapter_model.safetensors").chmod(0o644)  # A server may read it that is another user's.
+
+
+def _save_whole(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, precision: torch.dtype
+) -> None:
+    whole = {name: weight.to(precision) for name, weight in model.state_dict().items()}
+    model.save_pretrained(directory, state_dict=whole)
+    tokenizer.save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    name = str(precision).removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": name}, indent=2) + "\n")
+
+
+def _adapter_weights(model: PeftModel) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return weights
 
 
 def finetune(

@@ -1,0 +1,570 @@
+"""Training a policy on its own rollouts: TRL's GRPO learns, ObsSpec collects.
+
+A step, in the order in which it happens:
+
+    collect     the rollouts of a few tasks, a group of each, with speculation
+    learn       TRL turns their rewards into advantages and takes one step of its optimizer
+    publish     the new weights, as a version in ``policy/``, and to where the policy is sampled from
+
+Token ids, log-probabilities and the mask of what the policy wrote go to TRL as they were sampled. Its probability ratio
+is to the distribution that was sampled from, so what eight-bit weights or a server's numerics change is accounted for.
+
+A run's directory:
+
+    settings.toml                           what was asked for
+    steps.jsonl evaluations.jsonl           what came of it (`reports.training`)
+    rollouts/                               every rollout, as `obsspec rollout` writes them
+    policy/ world-model/                    versions of both models: give them to ``--policy`` and ``--world-model``
+    transitions.sqlite                      what the world model learns from
+    checkpoints/                            what a resumed run goes on from
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from safetensors import SafetensorError
+from transformers import PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from obsspec.budget import Seats
+from obsspec.errors import InputError, writing
+from obsspec.gate import ExpectedValue
+from obsspec.loading import Models, base_and_adapter
+from obsspec.policies.local import LocalPolicy
+from obsspec.policies.networks import load_network
+from obsspec.reports.records import RunDirectory, TrajectoryLine, line_of, open_run
+from obsspec.reports.training import (
+    Display,
+    EvaluationRecord,
+    Journal,
+    RolloutFigures,
+    StepRecord,
+    evaluation_steps,
+    rollout_figures,
+)
+from obsspec.rollout import Failure
+from obsspec.runs import Servers
+from obsspec.training.beside import CoTrainer
+from obsspec.training.collection import Collection, Jobs
+from obsspec.training.finetune import Recipe, Trainable, load_trainable, save_weights
+from obsspec.training.settings import TrainingSettings, config_text, parse_all, read_settings
+from obsspec.training.transitions import Transitions, recorded
+from obsspec.training.versions import only_process, publish_version
+from obsspec.types import OpenEnvironment, Task, Trajectory
+
+_CHECKPOINT = "checkpoint-"
+_COMPLETE = "complete"
+"""A file that a checkpoint has once it is whole."""
+_MOST_REMEMBERED = 100_000
+"""Transitions that predictors are told again where a run goes on."""
+_MOST_SKIPPED = 3
+"""Steps in a row whose gradients are no numbers."""
+_SEEDS = 1_000_000_000
+"""So many rollouts have seeds of their own for each seed of a run."""
+_OURS = (
+    "output_dir",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_generations",
+    "temperature",
+    "learning_rate",
+    "max_steps",
+    "seed",
+    "use_vllm",
+    "save_strategy",
+    "save_steps",
+    "logging_steps",
+    "report_to",
+    "steps_per_generation",
+    "generation_batch_size",
+    "eval_strategy",
+)
+"""What `TrainingSettings` says, or the loop relies on, and ``[trl]`` may not."""
+
+
+def train(settings: TrainingSettings, output: Path, resume: bool, notes: Console) -> None:
+    """Trains in the directory ``output``, or goes on there.
+
+    A first Ctrl-C ends it after the step under way, with a checkpoint; a second one at once, and then, as after a kill,
+    ``resume`` goes on from the last checkpoint. Raises InputError where it cannot go on; the checkpoints stay.
+    """
+    tasks, held_out = parse_all(settings)
+    with ExitStack() as stack:
+        stack.enter_context(only_process(output))
+        _check_resumable(output, settings, resume)
+        with writing(output, "directory"):
+            (output / "settings.toml").write_text(config_text(settings))
+        rollouts = stack.enter_context(open_run(output / "rollouts", _decisive(settings), resume=True))
+        store = output / "transitions.sqlite"
+        transitions = stack.enter_context(Transitions.open(store))
+        cotrainer = _cotrainer(settings, output, store, stack)
+        with notes.status("loading the models"):
+            torch.set_num_threads(settings.optimization.threads)
+            recipe = Recipe(
+                rank=None if settings.policy.full else settings.policy.rank, seed=settings.optimization.seed
+            )
+            base, adapter = base_and_adapter(settings.policy.policy, "policy")
+            trainable = load_trainable(base, recipe, adapter)
+            last = newest_checkpoint(output)
+            gate = ExpectedValue.load(last / "gate.json") if last else ExpectedValue()
+            sampled = _Sampled(settings, output / "policy", trainable)
+            collection = stack.enter_context(sampled.opened(cotrainer, gate))
+        collection.remember(transitions.after(max(0, transitions.latest_id() - _MOST_REMEMBERED)))
+        step = _step_of(last) if last else 0
+        environment = recorded(settings.plan().environment(), transitions)
+        loop = _Loop(
+            settings, output, collection, sampled, environment, rollouts, cotrainer, tasks, held_out, gate, step, notes
+        )
+        trainer = _trainer(settings, output, trainable, tasks, loop)
+        stack.enter_context(loop.display.shown())
+        stack.enter_context(loop.ending())
+        trainer.train(resume_from_checkpoint=str(last) if last else None)
+
+
+def _cotrainer(settings: TrainingSettings, output: Path, store: Path, stack: ExitStack) -> CoTrainer | None:
+    if not settings.speculation.cotrain:
+        return None
+    directory, seconds = output / "world-model", settings.speculation.publish_seconds
+    return stack.enter_context(CoTrainer.start(store, settings.speculation.world_model, directory, seconds))
+
+
+class _Sampled:
+    """The policy in training, and the policy that rollouts sample from, which is made equal to it after each step."""
+
+    def __init__(self, settings: TrainingSettings, directory: Path, trainable: Trainable) -> None:
+        self._settings = settings
+        self._directory = directory
+        self.trainable = trainable
+
+    @contextmanager
+    def opened(self, cotrainer: CoTrainer | None, gate: ExpectedValue) -> Iterator[Collection]:
+        plan = self._settings.plan()
+        if cotrainer is not None and "language_model" in plan.predictors():
+            cotrainer.wait_for_version()
+            plan = replace(plan, world_model=str(cotrainer.directory))
+        seats = Seats(self._settings.rollouts.seats or 2)
+        models = Models.load(plan, Servers())
+        self.chat = models.chat
+        with Collection.open(models, plan, seats, gate) as collection:
+            self._policy = collection.policy
+            yield collection
+
+    def publish(self, step: int) -> None:
+        """Brings the weights in training to where they are sampled from, as a version. Raises InputError for a disk
+        that is full."""
+        write = partial(save_weights, self.trainable, precision=torch.float32)
+        version = publish_version(self._directory, self.trainable.base, write, {"step": step})
+        assert isinstance(self._policy, LocalPolicy)
+        network, _ = load_network(*base_and_adapter(str(version.directory), "policy"), self._settings.policy.precision)
+        self._policy.replace(network, step)
+
+
+class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """What happens around TRL's steps."""
+
+    def __init__(
+        self,
+        settings: TrainingSettings,
+        output: Path,
+        collection: Collection,
+        sampled: _Sampled,
+        environment: OpenEnvironment,
+        rollouts: RunDirectory,
+        cotrainer: CoTrainer | None,
+        tasks: Sequence[Task],
+        held_out: Sequence[Task],
+        gate: ExpectedValue,
+        step: int,
+        notes: Console,
+    ) -> None:
+        self._settings = settings
+        self._collection = collection
+        self._sampled = sampled
+        self._environment = environment
+        self._rollouts = rollouts
+        self._cotrainer = cotrainer
+        self._tasks = {task.id: task for task in tasks}
+        self._held_out = held_out
+        self._gate = gate
+        self._notes = notes
+        self._journal = Journal(output, step)
+        self.display = Display(notes, settings.optimization.steps)
+        self._figures: RolloutFigures | None = None
+        self._began = 0.0
+        self._ended = 0.0
+        self._publish_seconds = 0.0
+        self._skipped = 0
+        """Steps in a row, the latest included."""
+        self._ending = False
+
+    # Collecting.
+
+    def collect(self, prompts: Sequence[str], trainer: GRPOTrainer) -> dict[str, Any]:
+        """TRL's ``rollout_func``. A prompt is a task's id: what the policy reads is the chat's affair."""
+        step = trainer.state.global_step
+        seed = self._settings.optimization.seed * _SEEDS + step * len(prompts)
+        jobs = [(self._tasks[name], seed + place) for place, name in enumerate(prompts)]
+        results = self._run(f"step {step + 1}: rollouts", jobs, speculating=True)
+        for job, result in zip(jobs, results, strict=True):
+            if (job[0].id, job[1]) not in self._rollouts.done:  # A resumed run does them again.
+                self._rollouts.write(result if isinstance(result, Failure) else self._line(job[0], result))
+        rows = [_row(result, self._sampled.trainable.tokenizer.eos_token_id) for result in results]
+        return {name: [row[name] for row in rows] for name in rows[0]}
+
+    def _run(self, what: str, jobs: Jobs, speculating: bool) -> list[Trajectory | Failure]:
+        """Every job, those that break tried again. Raises InputError where all of them break."""
+        rollouts = self._settings.rollouts
+        results: dict[int, Trajectory | Failure] = {}
+        began = time.monotonic()
+        with self.display.phase(what, len(jobs)) as advance:
+            for _ in range(rollouts.attempts):
+                places = [place for place in range(len(jobs)) if not isinstance(results.get(place), Trajectory)]
+
+                def finished(result: Trajectory | Failure) -> None:
+                    if isinstance(result, Trajectory):
+                        advance()
+
+                todo = [jobs[place] for place in places]
+                came = self._collection.run(todo, self._environment, rollouts.concurrency, finished, speculating)
+                results.update(zip(places, came, strict=True))
+                if all(isinstance(result, Trajectory) for result in results.values()):
+                    break
+        ordered = [results[place] for place in range(len(jobs))]
+        failures = [result for result in ordered if isinstance(result, Failure)]
+        for failure in failures:
+            self._notes.print(f"left out: {failure.task} seed {failure.seed} broke: {failure.error}", soft_wrap=True)
+        if len(failures) == len(jobs):
+            raise InputError(f"every rollout broke, the first with: {failures[0].error}; mend that and --resume")
+        lines = [
+            self._line(job[0], each) for job, each in zip(jobs, ordered, strict=True) if isinstance(each, Trajectory)
+        ]
+        seconds = time.monotonic() - began
+        self._figures = rollout_figures(lines, len(failures), seconds, rollouts.concurrency)
+        return ordered
+
+    def _line(self, task: Task, trajectory: Trajectory) -> TrajectoryLine:
+        return line_of(trajectory, task.instruction, self._sampled.chat.text)
+
+    def rewards(
+        self,
+        prompts: Any,
+        completions: Any,
+        reward: list[float | None],
+        log_metric: Callable[[str, float], None],
+        **_: Any,
+    ) -> list[float | None]:
+        """TRL's reward function: what the tasks' checks gave. None for a rollout that broke, which teaches nothing."""
+        figures = self._figures
+        assert figures is not None
+        log_metric("rollouts/solved", figures.solved / figures.rollouts)
+        log_metric("rollouts/seconds", figures.seconds)
+        log_metric("rollouts/seconds_without_speculation", figures.seconds_without)
+        log_metric("rollouts/hidden_seconds", figures.hidden_seconds)
+        log_metric("rollouts/hits_of_calls", figures.hits / figures.tool_calls if figures.tool_calls else 0.0)
+        return reward
+
+    # Around the steps. The names and arguments are those of transformers' callbacks.
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._sampled.publish(state.global_step)
+        self._evaluate(state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._began = time.monotonic()
+        if self._cotrainer is not None:
+            self._cotrainer.keep_up(lambda said: self._notes.print(said, soft_wrap=True))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        trained = [weight for weight in model.parameters() if weight.grad is not None]
+        if all(bool(weight.grad.isfinite().all()) for weight in trained):
+            self._skipped = 0
+            return
+        for weight in trained:
+            weight.grad = None  # So the optimizer leaves it as it is.
+        self._skipped += 1
+        self._notes.print(f"step {state.global_step + 1}: gradients are no numbers; the weights stay as they are")
+        if self._skipped == _MOST_SKIPPED:
+            raise InputError(
+                f"gradients were no numbers in {_MOST_SKIPPED} steps in a row; lower learning_rate, and --resume goes "
+                "on from the last checkpoint"
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        began = time.monotonic()
+        with self.display.phase(f"step {state.global_step}: publishing"):
+            self._sampled.publish(state.global_step)
+        self._ended = time.monotonic()
+        self._publish_seconds = self._ended - began
+        if self._ending:
+            control.should_training_stop = control.should_save = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, float], **_: Any) -> None:
+        if "loss" not in logs or self._figures is None:
+            return  # The last one, of the whole training.
+        figures, self._figures = self._figures, None
+        seconds = self._ended - self._began
+        record = StepRecord(
+            step=state.global_step,
+            seconds=seconds,
+            update_seconds=seconds - figures.seconds - self._publish_seconds,
+            publish_seconds=self._publish_seconds,
+            rollouts=figures,
+            skipped=self._skipped > 0,
+            world_model=None if self._cotrainer is None else self._cotrainer.about(),
+            trl={name: _number(value) for name, value in logs.items() if not name.startswith("rollouts/")},
+        )
+        self._journal.write(record)
+        self.display.step(record)
+        self._evaluate(state.global_step)
+
+    def _evaluate(self, step: int) -> None:
+        """Where it is due: after every so many steps, before the first and after the last."""
+        optimization = self._settings.optimization
+        due = evaluation_steps(optimization.steps, optimization.evaluate_every)
+        if not self._held_out or step not in due or step in self._journal.evaluated:
+            return
+        seed, samples = optimization.seed * _SEEDS, optimization.evaluation_samples
+        jobs = [(task, seed + sample) for task in self._held_out for sample in range(samples)]
+        kept = self._figures
+        self._run(f"after step {step}: held-out tasks", jobs, speculating=False)
+        assert self._figures is not None
+        record = EvaluationRecord(step, self._figures)
+        self._figures = kept
+        self._journal.write(record)
+        self.display.evaluation(record)
+
+    def save(self, directory: Path) -> None:
+        """What a checkpoint has besides TRL's."""
+        self._gate.save(directory / "gate.json")
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """While the block runs the first Ctrl-C ends the training after the step under way."""
+
+        def ask(number: int, frame: Any) -> None:
+            if self._ending:
+                raise KeyboardInterrupt
+            self._ending = True
+            self._notes.print("ending after this step, with a checkpoint; Ctrl-C again ends at once, from the last one")
+
+        before = signal.signal(signal.SIGINT, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if self._ending:
+            raise KeyboardInterrupt
+
+
+class _Trainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
+    """TRL's, with whole checkpoints, and with ratios to the distribution that was sampled from."""
+
+    loop: _Loop
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
+        return batch
+
+    def compute_loss(self, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, _trimmed(inputs), *args, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """None: a checkpoint is no publication."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        root = Path(self.args.output_dir)
+        directory = root / f"{_CHECKPOINT}{self.state.global_step}"
+        shutil.rmtree(directory, ignore_errors=True)  # Of a run that was killed while it wrote it.
+        try:
+            super()._save_checkpoint(model, trial)
+            self.loop.save(directory)
+            (directory / _COMPLETE).touch()
+        except (
+            OSError,
+            RuntimeError,
+            SafetensorError,
+            InputError,
+        ) as error:  # What PyTorch and others call a full disk.
+            shutil.rmtree(directory, ignore_errors=True)
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise InputError(
+                f"{directory}: {reason}; make room, and --resume goes on from the last checkpoint"
+            ) from error
+        for old in _checkpoints(root)[: -self.loop._settings.optimization.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _trainer(
+    settings: TrainingSettings, output: Path, trainable: Trainable, tasks: Sequence[Task], loop: _Loop
+) -> _Trainer:
+    optimization, rollouts = settings.optimization, settings.rollouts
+    known = {field.name for field in dataclasses.fields(GRPOConfig)}
+    for name in settings.trl:
+        if name in _OURS:
+            raise InputError(f"[trl] {name}: is set by the other sections; leave it out here")
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise InputError(f"[trl] {name}: TRL's GRPOConfig has no such key{hint}")
+    chosen: dict[str, Any] = {
+        "output_dir": str(output / "checkpoints"),
+        "per_device_train_batch_size": optimization.rows,
+        "gradient_accumulation_steps": settings.rollouts_per_step // optimization.rows,
+        "num_generations": rollouts.group,
+        "temperature": rollouts.temperature,
+        "learning_rate": optimization.learning_rate,
+        "max_steps": optimization.steps,
+        "seed": optimization.seed,
+        "save_strategy": "steps",
+        "save_steps": optimization.checkpoint_every,
+        "logging_steps": 1,
+        "report_to": [name for name in optimization.report_to if name != "tensorboard"],
+    }
+    defaults: dict[str, Any] = {
+        "lr_scheduler_type": "constant",
+        "max_completion_length": rollouts.max_context,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": not torch.cuda.is_available(),
+        "disable_tqdm": True,
+        "log_level": "error",
+        "dataloader_pin_memory": False,
+    }
+    try:
+        config = GRPOConfig(**(defaults | settings.trl | chosen))
+    except (ValueError, TypeError) as error:
+        raise InputError(f"[trl]: {' '.join(str(error).split())}") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # That rollout_func is new in TRL.
+        trainer = _Trainer(
+            trainable.model,
+            loop.rewards,
+            config,
+            Dataset.from_list([{"prompt": task.id} for task in tasks]),
+            processing_class=trainable.tokenizer,
+            rollout_func=loop.collect,
+            callbacks=[*_trackers(optimization.report_to, output), loop],
+        )
+    trainer.remove_callback(PrinterCallback)
+    trainer.loop = loop
+    return trainer
+
+
+def _trackers(names: Sequence[str], output: Path) -> list[TrainerCallback]:
+    if "tensorboard" not in names:
+        return []
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations import TensorBoardCallback
+
+    return [TensorBoardCallback(SummaryWriter(str(output / "tensorboard")))]
+
+
+def _row(result: Trajectory | Failure, end: int) -> dict[str, Any]:
+    """What TRL learns from a rollout. One that broke is a token that is not learned."""
+    if isinstance(result, Failure):
+        return {"prompt_ids": [end], "completion_ids": [end], "logprobs": [0.0], "env_mask": [0], "reward": None}
+    context = result.context
+    first = context.mask.index(True)
+    return {
+        "prompt_ids": list(context.tokens[:first]),
+        "completion_ids": list(context.tokens[first:]),
+        "logprobs": list(context.logprobs[first:]),
+        "env_mask": [int(sampled) for sampled in context.mask[first:]],
+        "reward": result.reward,
+    }
+
+
+def _trimmed(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the columns that are padding in every row: rows come padded to the longest of the step."""
+    prompt, completion = inputs["prompt_mask"], inputs["completion_mask"]
+    first = prompt.shape[1] - int(prompt.sum(1).max())
+    last = int(completion.sum(1).max())
+    trimmed = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 2:
+            if name in ("prompt_ids", "prompt_mask"):
+                trimmed[name] = value[:, first:]
+            elif value.shape[1] == completion.shape[1]:
+                trimmed[name] = value[:, :last]
+    return trimmed
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+# Going on.
+
+
+def newest_checkpoint(output: Path) -> Path | None:
+    """The last one that is whole."""
+    return max(_checkpoints(output / "checkpoints"), key=_step_of, default=None)
+
+
+def _checkpoints(root: Path) -> list[Path]:
+    """Those that are whole, oldest first."""
+    return sorted((path for path in root.glob(f"{_CHECKPOINT}*") if (path / _COMPLETE).exists()), key=_step_of)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_CHECKPOINT))
+
+
+def _decisive(settings: TrainingSettings) -> dict[str, Any]:
+    """The settings that determine what is learned; the others may change where a run goes on."""
+    said = dataclasses.asdict(settings)
+    free = {
+        "rollouts": ("concurrency", "seats", "latency", "attempts"),
+        "policy": ("server",),
+        "optimization": (
+            "steps",
+            "threads",
+            "evaluate_every",
+            "evaluation_samples",
+            "checkpoint_every",
+            "keep",
+            "report_to",
+        ),
+        "tasks": ("held_out",),
+    }
+    del said["speculation"]
+    for section, names in free.items():
+        for name in names:
+            del said[section][name]
+    return {f"{section}.{name}": value for section, values in said.items() for name, value in values.items()}
+
+
+def _check_resumable(output: Path, settings: TrainingSettings, resume: bool) -> None:
+    file = output / "settings.toml"
+    if not file.exists():
+        return
+    if not resume:
+        raise InputError(f"--output {output}: holds a training already; add --resume or choose another directory")
+    try:
+        before = _decisive(read_settings(file, {}))
+    except InputError:
+        raise InputError(f"{file}: is not what `obsspec train` wrote; choose another directory") from None
+    now = _decisive(settings)
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            raise InputError(
+                f"--resume: {file} has {name} = {before.get(name)!r}, now it is {now.get(name)!r}; use the same, or "
+                "choose another directory"
+            )
