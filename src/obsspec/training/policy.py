@@ -27,12 +27,12 @@ import math
 import shutil
 import signal
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from trl import GRPOConfig, GRPOTrainer
 from obsspec.budget import Seats
 from obsspec.errors import InputError, writing
 from obsspec.gate import ExpectedValue
+from obsspec.hub import quiet
 from obsspec.loading import Models, base_and_adapter
 from obsspec.policies.local import LocalPolicy
 from obsspec.policies.networks import load_network
@@ -94,6 +95,9 @@ _OURS = (
     "steps_per_generation",
     "generation_batch_size",
     "eval_strategy",
+    "shuffle_dataset",
+    "num_train_epochs",
+    "num_iterations",
 )
 """What `TrainingSettings` says, or the loop relies on, and ``[trl]`` may not."""
 
@@ -134,6 +138,7 @@ def train(settings: TrainingSettings, output: Path, resume: bool, notes: Console
         trainer = _trainer(settings, output, trainable, tasks, loop)
         stack.enter_context(loop.display.shown())
         stack.enter_context(loop.ending())
+        stack.enter_context(quiet())
         trainer.train(resume_from_checkpoint=str(last) if last else None)
 
 
@@ -436,6 +441,7 @@ def _trainer(
         "save_steps": optimization.checkpoint_every,
         "logging_steps": 1,
         "report_to": [name for name in optimization.report_to if name != "tensorboard"],
+        "shuffle_dataset": False,  # The stream is.
     }
     defaults: dict[str, Any] = {
         "lr_scheduler_type": "constant",
@@ -448,16 +454,16 @@ def _trainer(
         "dataloader_pin_memory": False,
     }
     try:
-        config = GRPOConfig(**(defaults | settings.trl | chosen))
+        with quiet():
+            config = GRPOConfig(**(defaults | settings.trl | chosen))
     except (ValueError, TypeError) as error:
         raise InputError(f"[trl]: {' '.join(str(error).split())}") from None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # That rollout_func is new in TRL.
+    with quiet():  # Of what is new or old in TRL.
         trainer = _Trainer(
             trainable.model,
             loop.rewards,
             config,
-            Dataset.from_list([{"prompt": task.id} for task in tasks]),
+            Dataset.from_list([{"prompt": task.id} for task in task_stream(tasks, settings)]),
             processing_class=trainable.tokenizer,
             rollout_func=loop.collect,
             callbacks=[*_trackers(optimization.report_to, output), loop],
@@ -465,6 +471,17 @@ def _trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.loop = loop
     return trainer
+
+
+def task_stream(tasks: Sequence[Task], settings: TrainingSettings) -> list[Task]:
+    """The tasks of all steps, in order: shuffled anew for each pass over them. A longer training begins as a shorter
+    one, and all of it is one epoch to TRL, so that going on in the middle is exact."""
+    random = Random(settings.optimization.seed)
+    wanted = settings.optimization.steps * settings.rollouts.tasks_per_step
+    stream: list[Task] = []
+    while len(stream) < wanted:
+        stream += random.sample(tasks, len(tasks))
+    return stream[:wanted]
 
 
 def _trackers(names: Sequence[str], output: Path) -> list[TrainerCallback]:
