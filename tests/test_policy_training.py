@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +19,23 @@ pytest.importorskip("trl")
 
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 import tiny
 from obsspec.chat import ChatFormat, TerminalChat
+from obsspec.environments.sandbox import open_sandbox
 from obsspec.errors import InputError
 from obsspec.reports.comparison import compare
 from obsspec.reports.records import read_trajectories
 from obsspec.reports.training import read_records
+from obsspec.training import policy as policy_training
+from obsspec.training.beside import CoTrainer
 from obsspec.training.finetune import Recipe, finetune, load_trainable
-from obsspec.training.policy import _trimmed, train
+from obsspec.training.policy import newest_checkpoint, train
 from obsspec.training.settings import TrainingSettings, config_text, read_settings
 from obsspec.training.trajectories import ExpertRun, policy_row
 from obsspec.training.versions import current_version
-from obsspec.types import Exchange
+from obsspec.types import Environment, Exchange, Task
 
 QUIET = Console(quiet=True)
 COMMANDS = ("sleep 0.1; touch a", "touch b", "cat c")
@@ -97,7 +106,6 @@ def test_the_policy_learns_what_is_rewarded(actor: str, tasks: str, tmp_path: Pa
     steps = read_records(tmp_path / "run" / "steps.jsonl")
     assert [step["step"] for step in steps] == [*range(1, 17)]
     solved = [step["rollouts"]["solved"] for step in steps]
-    print(solved)
     assert sum(solved[-4:]) >= sum(solved[:4]) + 6  # Of 32.
     versions = {
         version
@@ -154,7 +162,7 @@ def test_padding_is_cut_and_nothing_else() -> None:
         "old_per_token_logps": torch.zeros(2, 5),
         "advantages": torch.ones(2),
     }
-    trimmed = _trimmed(inputs)
+    trimmed = policy_training._trimmed(inputs)
     assert trimmed["prompt_ids"].tolist() == [[1, 2, 3], [5, 6, 7]]
     assert trimmed["completion_ids"].tolist() == [[0, 1, 2], [5, 6, 7]]
     assert {name: value.shape[1] for name, value in trimmed.items() if value.dim() == 2} == {
@@ -162,3 +170,145 @@ def test_padding_is_cut_and_nothing_else() -> None:
         **dict.fromkeys(("completion_ids", "completion_mask", "tool_mask", "old_per_token_logps"), 3),
     }
     assert trimmed["prompt_mask"].sum() == prompt_mask.sum() and trimmed["advantages"].shape == (2,)
+
+
+def breaking(monkeypatch: pytest.MonkeyPatch, breaks: Callable[[Task, int], bool]) -> None:
+    """Sandboxes that break, as ``breaks`` says of the task and how many of its sandboxes were opened before."""
+    opened: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def open_breaking(task: Task) -> AsyncIterator[Environment]:
+        opened[task.id] += 1
+        if breaks(task, opened[task.id] - 1):
+            raise OSError("the sandbox died")
+        async with open_sandbox(task) as environment:
+            yield environment
+
+    monkeypatch.setattr("obsspec.runs.open_sandbox", open_breaking)
+
+
+def test_a_rollout_that_breaks_is_tried_again(
+    actor: str, tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(monkeypatch, lambda task, before: before == 0)
+    train(settings(actor, tasks, steps=1), tmp_path / "run", False, QUIET)
+    (step,) = read_records(tmp_path / "run" / "steps.jsonl")
+    assert (step["rollouts"]["rollouts"], step["rollouts"]["broken"]) == (8, 0)
+
+
+def test_a_task_that_always_breaks_teaches_nothing(
+    actor: str, tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(monkeypatch, lambda task, before: task.id.endswith("two"))
+    train(settings(actor, tasks, steps=1, attempts=2), tmp_path / "run", False, QUIET)
+    (step,) = read_records(tmp_path / "run" / "steps.jsonl")
+    assert (step["rollouts"]["rollouts"], step["rollouts"]["broken"]) == (4, 4)
+    failures = [json.loads(line) for line in (tmp_path / "run/rollouts/failures.jsonl").read_text().splitlines()]
+    assert {each["error"] for each in failures} == {"OSError: the sandbox died"}
+
+
+def test_where_every_rollout_breaks_it_ends_and_says_why(
+    actor: str, tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(monkeypatch, lambda task, before: True)
+    with pytest.raises(InputError, match=r"every rollout broke, the first with: OSError: the sandbox died; .*--resume"):
+        train(settings(actor, tasks, steps=1, attempts=1), tmp_path / "run", False, QUIET)
+
+
+def test_gradients_that_are_no_numbers_never_reach_the_weights(
+    actor: str, tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = policy_training._Trainer.compute_loss
+    bad = [1]
+
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = sound(self, *args, **kwargs)
+        return loss * torch.nan if self.state.global_step in bad else loss
+
+    monkeypatch.setattr(policy_training._Trainer, "compute_loss", compute_loss)
+    run = tmp_path / "run"
+    train(settings(actor, tasks, steps=3), run, False, QUIET)
+    steps = read_records(run / "steps.jsonl")
+    assert [step["skipped"] for step in steps] == [False, True, False]
+    versions = [
+        load_file(run / f"policy/v{number:06}/model.safetensors") for number in (2, 3, 4)
+    ]  # After the first step, the second and the third.
+    assert all(torch.equal(versions[0][name], versions[1][name]) for name in versions[0])
+    assert not all(torch.equal(versions[1][name], versions[2][name]) for name in versions[1])
+    bad += [4, 5, 6]
+    with pytest.raises(InputError, match=r"no numbers in 3 steps in a row; lower learning_rate"):
+        train(settings(actor, tasks, steps=10), run, True, QUIET)
+    checkpoint = newest_checkpoint(run)
+    assert checkpoint is not None and checkpoint.name == "checkpoint-6"
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(
+    actor: str, tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, sound, saves = tmp_path / "run", torch.save, []
+
+    def save(state: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        saves.append(file)
+        if "checkpoint-2" in str(file):
+            raise RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")  # PyTorch's word.
+        sound(state, file, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(InputError, match=r"checkpoint-2: PytorchStreamWriter failed .*; make room, and --resume"):
+        train(settings(actor, tasks), run, False, QUIET)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["checkpoint-1"]
+    monkeypatch.undo()
+    train(settings(actor, tasks), run, True, QUIET)
+    assert [step["step"] for step in read_records(run / "steps.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_ends_after_the_step_and_twice_at_once(actor: str, tasks: str, tmp_path: Path, times: int) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "config.toml").write_text(config_text(settings(actor, tasks, steps=500)))
+    command = [sys.executable, "-m", "obsspec", "train", tmp_path / "config.toml", "--output", run]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while len(read_records(run / "steps.jsonl")) < 2:
+            time.sleep(0.02)
+        for _ in range(times):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.splitlines()[-1].endswith("the same command with --resume goes on")
+    done, checkpoint = len(read_records(run / "steps.jsonl")), newest_checkpoint(run)
+    assert (
+        checkpoint is not None
+        and int(checkpoint.name.removeprefix("checkpoint-")) in ((done,), (done, done - 1))[times - 1]
+    )
+    train(settings(actor, tasks, steps=done + 1), run, True, QUIET)
+    assert len(read_records(run / "steps.jsonl")) == done + 1
+
+
+def test_the_world_model_learns_beside_it(actor: str, tasks: str, base: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    chosen = settings(
+        actor, tasks, predictor="rules,language_model", world_model=base, cotrain=True, publish_seconds=0.5, steps=6
+    )
+    train(chosen, run, False, QUIET)
+    steps = read_records(run / "steps.jsonl")
+    assert steps[-1]["world_model"]["version"] > 1 and steps[-1]["world_model"]["transitions"] > 0
+    assert current_version(run / "world-model") is not None
+    assert not subprocess.run(["pgrep", "-f", str(run)], capture_output=True, check=False).stdout
+
+
+def test_a_cotraining_that_is_killed_is_started_again(base: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    with CoTrainer.start(tmp_path / "store.sqlite", base, tmp_path / "model", 1.0) as cotrainer:
+        cotrainer.wait_for_version()
+        cotrainer._process.kill()
+        cotrainer._process.wait()
+        cotrainer.keep_up(said.append)
+        assert cotrainer.restarts == 1 and said[0].startswith("co-training ended (")
+        assert cotrainer._process.poll() is None
+    assert cotrainer._process.returncode is not None
+    with (
+        CoTrainer.start(tmp_path / "other.sqlite", "/nowhere", tmp_path / "other", 1.0) as broken,
+        pytest.raises(InputError, match=r"co-training: .*/nowhere.*; its output is in .*other\.log"),
+    ):
+        broken.wait_for_version()

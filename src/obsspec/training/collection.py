@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,7 +17,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from obsspec.rollout import Failure, rollouts
 from obsspec.speculation import Speculator
 from obsspec.training.transitions import Transition
-from obsspec.types import OpenEnvironment, Task, Trajectory
+from obsspec.types import OpenEnvironment, Policy, Task, Trajectory
 
 if TYPE_CHECKING:
     from obsspec.budget import Seats
@@ -33,8 +33,9 @@ Jobs = Sequence[tuple[Task, int]]
 class Collection:
     """Runs rollouts when it is told to, and waits for them."""
 
-    def __init__(self, portal: BlockingPortal, speculator: Speculator) -> None:
+    def __init__(self, portal: BlockingPortal, stack: ExitStack, speculator: Speculator) -> None:
         self._portal = portal
+        self._stack = stack
         self._speculator = speculator
         settings = replace(speculator.settings, depth=0)
         self._sequential = Speculator(speculator.policy, speculator.chat, None, settings, speculator.seats)
@@ -46,12 +47,17 @@ class Collection:
         with (
             start_blocking_portal(name="rollouts") as portal,
             portal.wrap_async_context_manager(models.speculator(plan, seats, gate)) as speculator,
+            ExitStack() as stack,
         ):
-            yield cls(portal, speculator)
+            yield cls(portal, stack, speculator)
 
     @property
-    def policy(self) -> object:
+    def policy(self) -> Policy:
         return self._speculator.policy
+
+    def enter(self, opened: AbstractAsyncContextManager[Result]) -> Result:
+        """Enters it in the event loop, until this is closed."""
+        return self._stack.enter_context(self._portal.wrap_async_context_manager(opened))
 
     def call(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """What ``work`` returns, in the event loop. Interrupted, it is cancelled, and has ended before this returns."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import shutil
 import signal
 import time
@@ -35,6 +36,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import anyio
 import torch
 from datasets import Dataset
 from rich.console import Console
@@ -47,8 +49,11 @@ from obsspec.errors import InputError, writing
 from obsspec.gate import ExpectedValue
 from obsspec.hub import quiet
 from obsspec.loading import Models, base_and_adapter
+from obsspec.policies.http import Server
 from obsspec.policies.local import LocalPolicy
 from obsspec.policies.networks import load_network
+from obsspec.policies.versions import versioned
+from obsspec.policies.vllm import VllmPolicy
 from obsspec.reports.records import RunDirectory, TrajectoryLine, line_of, open_run
 from obsspec.reports.training import (
     Display,
@@ -60,14 +65,15 @@ from obsspec.reports.training import (
     rollout_figures,
 )
 from obsspec.rollout import Failure
-from obsspec.runs import Servers
+from obsspec.runs import find_models
 from obsspec.training.beside import CoTrainer
 from obsspec.training.collection import Collection, Jobs
 from obsspec.training.finetune import Recipe, Trainable, load_trainable, save_weights
+from obsspec.training.publishing import Publisher, VllmAdapters, VllmWeights
 from obsspec.training.settings import TrainingSettings, config_text, parse_all, read_settings
 from obsspec.training.transitions import Transitions, recorded
-from obsspec.training.versions import only_process, publish_version
-from obsspec.types import OpenEnvironment, Task, Trajectory
+from obsspec.training.versions import Version, only_process, publish_version
+from obsspec.types import OpenEnvironment, PolicyError, Task, Trajectory
 
 _CHECKPOINT = "checkpoint-"
 _COMPLETE = "complete"
@@ -78,6 +84,10 @@ _MOST_SKIPPED = 3
 """Steps in a row whose gradients are no numbers."""
 _SEEDS = 1_000_000_000
 """So many rollouts have seeds of their own for each seed of a run."""
+_PATIENCE_SECONDS, _RETRY_SECONDS = 600.0, 2.0
+"""How long a server may be away, and between one try and the next."""
+_ON_SERVER = "policy"
+"""Version 7 of an adapter is ``policy-v7`` there."""
 _OURS = (
     "output_dir",
     "per_device_train_batch_size",
@@ -119,7 +129,7 @@ def train(settings: TrainingSettings, output: Path, resume: bool, notes: Console
         transitions = stack.enter_context(Transitions.open(store))
         cotrainer = _cotrainer(settings, output, store, stack)
         with notes.status("loading the models"):
-            torch.set_num_threads(settings.optimization.threads)
+            torch.set_num_threads(settings.optimization.threads or _free_cores(settings))
             recipe = Recipe(
                 rank=None if settings.policy.full else settings.policy.rank, seed=settings.optimization.seed
             )
@@ -127,7 +137,7 @@ def train(settings: TrainingSettings, output: Path, resume: bool, notes: Console
             trainable = load_trainable(base, recipe, adapter)
             last = newest_checkpoint(output)
             gate = ExpectedValue.load(last / "gate.json") if last else ExpectedValue()
-            sampled = _Sampled(settings, output / "policy", trainable)
+            sampled = _Sampled(settings, output, trainable)
             collection = stack.enter_context(sampled.opened(cotrainer, gate))
         collection.remember(transitions.after(max(0, transitions.latest_id() - _MOST_REMEMBERED)))
         step = _step_of(last) if last else 0
@@ -152,32 +162,75 @@ def _cotrainer(settings: TrainingSettings, output: Path, store: Path, stack: Exi
 class _Sampled:
     """The policy in training, and the policy that rollouts sample from, which is made equal to it after each step."""
 
-    def __init__(self, settings: TrainingSettings, directory: Path, trainable: Trainable) -> None:
-        self._settings = settings
-        self._directory = directory
+    def __init__(self, settings: TrainingSettings, output: Path, trainable: Trainable) -> None:
+        self._settings = settings.policy
+        self._plan = settings.plan()
+        self._seats = settings.rollouts.seats
+        self._directory = output / "policy"
+        self._tokenizer = output / "tokenizer"
         self.trainable = trainable
+        self._version: Version | None = None
+        self._publisher: Publisher | None = None
 
     @contextmanager
     def opened(self, cotrainer: CoTrainer | None, gate: ExpectedValue) -> Iterator[Collection]:
-        plan = self._settings.plan()
+        """Rollouts of it. Raises InputError where a server cannot be reached or is not fit."""
+        plan, server = self._plan, self._settings.server
         if cotrainer is not None and "language_model" in plan.predictors():
             cotrainer.wait_for_version()
             plan = replace(plan, world_model=str(cotrainer.directory))
-        seats = Seats(self._settings.rollouts.seats or 2)
-        models = Models.load(plan, Servers())
+        if server:
+            self.trainable.tokenizer.save_pretrained(self._tokenizer)
+            plan = replace(plan, policy=server, tokenizer=str(self._tokenizer))
+        plan, servers = find_models(plan)
+        models = Models.load(plan, servers)
         self.chat = models.chat
-        with Collection.open(models, plan, seats, gate) as collection:
-            self._policy = collection.policy
-            yield collection
+        seats = Seats(self._seats or (math.inf if server else 2))
+        with Collection.open(models, plan, seats, gate) as self._collection:
+            if server:
+                connection = self._collection.enter(Server(server))
+                self._publisher = (
+                    VllmWeights(connection) if self._settings.full else VllmAdapters(connection, _ON_SERVER)
+                )
+            yield self._collection
 
     def publish(self, step: int) -> None:
-        """Brings the weights in training to where they are sampled from, as a version. Raises InputError for a disk
-        that is full."""
+        """Brings the weights in training, those after ``step`` steps, to where they are sampled from.
+
+        They become a version in ``policy/`` as well. Raises InputError for a disk that is full, and for a server that
+        will not take them.
+        """
         write = partial(save_weights, self.trainable, precision=torch.float32)
-        version = publish_version(self._directory, self.trainable.base, write, {"step": step})
-        assert isinstance(self._policy, LocalPolicy)
-        network, _ = load_network(*base_and_adapter(str(version.directory), "policy"), self._settings.policy.precision)
-        self._policy.replace(network, step)
+        self._version = publish_version(self._directory, self.trainable.base, write, {"step": step})
+        policy = self._collection.policy
+        if isinstance(policy, LocalPolicy):
+            name = str(self._version.directory)
+            network, _ = load_network(*base_and_adapter(name, "policy"), self._settings.precision)
+            policy.replace(network, step)
+        elif isinstance(policy, VllmPolicy):
+            self.bring_back()
+            policy.weight_version = step
+            if not self._settings.full:
+                policy.model = versioned(_ON_SERVER, self._version.number)
+
+    def bring_back(self) -> None:
+        """Gives a server the current version, which it may have lost; waits for one that is restarting.
+
+        Raises InputError for one that does not come back.
+        """
+        if self._publisher is not None:
+            self._collection.call(self._bring)
+
+    async def _bring(self) -> None:
+        assert self._publisher is not None and self._version is not None
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                return await self._publisher.publish(self._version.number, self._version.directory)
+            except PolicyError as error:
+                if time.monotonic() > until:
+                    raise InputError(f"policy server: {error}; start it again, and --resume goes on") from None
+                await anyio.sleep(_RETRY_SECONDS)
 
 
 class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
@@ -238,7 +291,9 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
         results: dict[int, Trajectory | Failure] = {}
         began = time.monotonic()
         with self.display.phase(what, len(jobs)) as advance:
-            for _ in range(rollouts.attempts):
+            for attempt in range(rollouts.attempts):
+                if attempt:
+                    self._sampled.bring_back()
                 places = [place for place in range(len(jobs)) if not isinstance(results.get(place), Trajectory)]
 
                 def finished(result: Trajectory | Failure) -> None:
@@ -491,6 +546,11 @@ def _trackers(names: Sequence[str], output: Path) -> list[TrainerCallback]:
     from transformers.integrations import TensorBoardCallback
 
     return [TensorBoardCallback(SummaryWriter(str(output / "tensorboard")))]
+
+
+def _free_cores(settings: TrainingSettings) -> int:
+    # With more busy threads than cores PyTorch waits for itself: it falls to a tenth.
+    return max(1, len(os.sched_getaffinity(0)) - settings.speculation.cotrain)
 
 
 def _row(result: Trajectory | Failure, end: int) -> dict[str, Any]:

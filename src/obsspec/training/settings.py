@@ -118,7 +118,12 @@ class OptimizationSettings:
     steps: Annotated[int, Ge(1), Doc("Of the optimizer, each with rollouts of its own.")] = 40
     learning_rate: Annotated[float, Gt(0), Le(1), Doc("Of AdamW.")] = 0.0001
     rows: Annotated[int, Ge(1), Doc("Rollouts in one pass through the model; more want more memory.")] = 1
-    threads: Annotated[int, Ge(1), Le(1024), Doc("For the passes, where they are computed on CPUs.")] = 2
+    threads: Annotated[
+        int | None,
+        Ge(1),
+        Le(1024),
+        Doc("For the passes, on CPUs. By default one for each core, less the one that co-training takes."),
+    ] = None
     seed: Annotated[int, Ge(0), Lt(2**31), Doc("Of the weights, the order of the tasks and the sampling.")] = 0
     evaluate_every: Annotated[int, Ge(0), Doc("Steps between evaluations; 0: never. They are not speculated on.")] = 10
     evaluation_samples: Annotated[int, Ge(1), Doc("Rollouts of each held-out task in an evaluation.")] = 1
