@@ -20,6 +20,7 @@ pytest.importorskip("trl")
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tiny
 from obsspec.chat import ChatFormat, TerminalChat
@@ -118,13 +119,16 @@ def test_the_policy_learns_what_is_rewarded(actor: str, tasks: str, tmp_path: Pa
 
 def test_speculation_changes_nothing_that_is_learned(actor: str, tasks: str, tmp_path: Path) -> None:
     on, off = tmp_path / "on", tmp_path / "off"
-    train(settings(actor, tasks), on, False, QUIET)
+    train(settings(actor, tasks, report_to=["tensorboard"]), on, False, QUIET)
     train(settings(actor, tasks, depth=0), off, False, QUIET)
     comparison = compare(read_trajectories(off / "rollouts"), read_trajectories(on / "rollouts"))
     assert (comparison.identical, comparison.compared, comparison.largest_logprob_difference) == (16, 16, 0.0)
     assert weights(on) == weights(off)
     hits = {run: sum(step["rollouts"]["hits"] for step in read_records(run / "steps.jsonl")) for run in (on, off)}
     assert hits[off] == 0 < hits[on]
+    events = EventAccumulator(str(on / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/reward")] == [1, 2]
+    assert "train/rollouts/hidden_seconds" in events.Tags()["scalars"]
 
 
 def test_a_killed_training_goes_on_bit_for_bit(actor: str, tasks: str, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from obsspec.budget import Seats
 from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
 from obsspec.context import Context, Tokens
 from obsspec.errors import InputError
+from obsspec.models import load_model
 from obsspec.policies.following import FollowingPolicy
 from obsspec.policies.http import Server
 from obsspec.policies.local import LocalPolicy
@@ -42,7 +43,7 @@ from obsspec.policies.networks import HubNetwork
 from obsspec.policies.vllm import Served as ServedModel
 from obsspec.policies.vllm import VllmPolicy, find_model
 from obsspec.predictors import LanguageModel
-from obsspec.reports.records import read_trajectories
+from obsspec.reports.records import TrajectoryLine, read_trajectories
 from obsspec.rollout import Failure, rollout
 from obsspec.runs import Plan
 from obsspec.runs import run as carry_out
@@ -493,6 +494,52 @@ async def test_what_is_cotrained_is_foretold_by_the_server(served: Served, tmp_p
         for card in (await server.ask("GET", "/v1/models"))["data"]:
             if card.get("parent"):
                 await server.tell("/v1/unload_lora_adapter", {"lora_name": card["id"]})
+
+
+def test_a_policy_on_the_server_is_trained(served: Served, tmp_path: Path) -> None:
+    """Rollouts come from the server, each step's by the weights of the step before, and their log-probabilities too."""
+    pytest.importorskip("trl")
+    from obsspec.training.policy import train
+    from obsspec.training.settings import read_settings
+
+    task, run = tmp_path / "task", tmp_path / "run"
+    (task / "tests").mkdir(parents=True)
+    (task / "task.toml").write_text('version = "1.0"\n')
+    (task / "instruction.md").write_text(INSTRUCTION)
+    # Whatever is rewarded: so that there is something to learn.
+    (task / "tests/test.sh").write_text("echo $((RANDOM % 2)) > /logs/verifier/reward.txt\n")
+    chosen = {
+        "tasks": str(task),
+        "held_out": "",
+        "policy": str(served.directory),
+        "server": served.url,
+        "rank": 4,
+        "tasks_per_step": 1,
+        "group": 8,
+        "max_turns": 3,
+        "max_tokens": 24,
+        "max_context": 1024,
+        "threads": 1,
+        "steps": 2,
+        "checkpoint_every": 2,
+        "learning_rate": 0.02,
+    }
+    train(read_settings(None, chosen), run, False, Console(quiet=True))
+    lines = {line.seed: line for line in read_trajectories(run / "rollouts")}
+    assert {
+        seed: {version for turn in line.turns for version in turn.weight_versions} for seed, line in lines.items()
+    } == {seed: {seed // 8} for seed in range(16)}
+
+    def difference(line: TrajectoryLine, version: int) -> float:
+        """The largest, of the log-probabilities of what the policy wrote, to those by a version's weights."""
+        model, _ = load_model(str(served.directory), run / f"policy/v{version:06}")
+        with torch.inference_mode():
+            logprobs = model(torch.tensor([line.tokens])).logits[0].double().log_softmax(-1)
+        written = [place for place, sampled in enumerate(line.mask) if sampled]
+        return max(abs(float(logprobs[place - 1, line.tokens[place]]) - line.logprobs[place]) for place in written)
+
+    assert difference(lines[0], 1) < 0.01
+    assert difference(lines[8], 2) < 0.01 < 0.1 < difference(lines[8], 1)
 
 
 @pytest.mark.anyio

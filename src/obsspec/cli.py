@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -51,7 +52,6 @@ _EXTRAS = {
     **dict.fromkeys(("trio", "pyarrow", "plotly"), ("the lab and analyses need", "lab")),
     "aiohttp": ("a model on a server needs", "server"),
     "orjson": ("a model on a server needs", "server"),
-    **dict.fromkeys(("trl", "datasets"), ("training a policy needs", "rl")),
     **dict.fromkeys(("starlette", "uvicorn", "prometheus_client"), ("co-training needs", "training")),
 }
 """By package: what needs it, and the extra that brings it."""
@@ -348,6 +348,9 @@ def train(
         return
     if directory is None:
         raise InputError("--output: say where what comes out is to go, such as --output runs/training")
+    parse_all(settings)  # What is wrong is said before PyTorch is loaded.
+    if find_spec("trl") is None or find_spec("datasets") is None:
+        raise InputError("training a policy needs TRL: pip install 'obsspec[rl]'")
     with _interruptible(f"what was learned is in {directory}; the same command with --resume goes on"):
         with notes.status("loading PyTorch"), held_back():
             from obsspec.training.policy import train as train_policy

@@ -21,6 +21,7 @@ from obsspec.types import OpenEnvironment, Policy, Task, Trajectory
 
 if TYPE_CHECKING:
     from obsspec.budget import Seats
+    from obsspec.chat import TerminalChat
     from obsspec.gate import ExpectedValue
     from obsspec.loading import Models
     from obsspec.runs import Plan
@@ -33,7 +34,8 @@ Jobs = Sequence[tuple[Task, int]]
 class Collection:
     """Runs rollouts when it is told to, and waits for them."""
 
-    def __init__(self, portal: BlockingPortal, stack: ExitStack, speculator: Speculator) -> None:
+    def __init__(self, portal: BlockingPortal, stack: ExitStack, speculator: Speculator, chat: TerminalChat) -> None:
+        self.chat = chat
         self._portal = portal
         self._stack = stack
         self._speculator = speculator
@@ -49,7 +51,7 @@ class Collection:
             portal.wrap_async_context_manager(models.speculator(plan, seats, gate)) as speculator,
             ExitStack() as stack,
         ):
-            yield cls(portal, stack, speculator)
+            yield cls(portal, stack, speculator, models.chat)
 
     @property
     def policy(self) -> Policy:

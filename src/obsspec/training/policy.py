@@ -30,13 +30,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import anyio
 import torch
 from datasets import Dataset
 from rich.console import Console
@@ -44,16 +42,10 @@ from safetensors import SafetensorError
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from obsspec.budget import Seats
 from obsspec.errors import InputError, writing
 from obsspec.gate import ExpectedValue
 from obsspec.hub import quiet
-from obsspec.loading import Models, base_and_adapter
-from obsspec.policies.http import Server
-from obsspec.policies.local import LocalPolicy
-from obsspec.policies.networks import load_network
-from obsspec.policies.versions import versioned
-from obsspec.policies.vllm import VllmPolicy
+from obsspec.loading import base_and_adapter
 from obsspec.reports.records import RunDirectory, TrajectoryLine, line_of, open_run
 from obsspec.reports.training import (
     Display,
@@ -65,15 +57,14 @@ from obsspec.reports.training import (
     rollout_figures,
 )
 from obsspec.rollout import Failure
-from obsspec.runs import find_models
 from obsspec.training.beside import CoTrainer
-from obsspec.training.collection import Collection, Jobs
-from obsspec.training.finetune import Recipe, Trainable, load_trainable, save_weights
-from obsspec.training.publishing import Publisher, VllmAdapters, VllmWeights
+from obsspec.training.collection import Jobs
+from obsspec.training.finetune import Recipe, Trainable, load_trainable
+from obsspec.training.sampled import SampledPolicy
 from obsspec.training.settings import TrainingSettings, config_text, parse_all, read_settings
 from obsspec.training.transitions import Transitions, recorded
-from obsspec.training.versions import Version, only_process, publish_version
-from obsspec.types import OpenEnvironment, PolicyError, Task, Trajectory
+from obsspec.training.versions import only_process
+from obsspec.types import Task, Trajectory
 
 _CHECKPOINT = "checkpoint-"
 _COMPLETE = "complete"
@@ -84,10 +75,6 @@ _MOST_SKIPPED = 3
 """Steps in a row whose gradients are no numbers."""
 _SEEDS = 1_000_000_000
 """So many rollouts have seeds of their own for each seed of a run."""
-_PATIENCE_SECONDS, _RETRY_SECONDS = 600.0, 2.0
-"""How long a server may be away, and between one try and the next."""
-_ON_SERVER = "policy"
-"""Version 7 of an adapter is ``policy-v7`` there."""
 _OURS = (
     "output_dir",
     "per_device_train_batch_size",
@@ -128,24 +115,19 @@ def train(settings: TrainingSettings, output: Path, resume: bool, notes: Console
         store = output / "transitions.sqlite"
         transitions = stack.enter_context(Transitions.open(store))
         cotrainer = _cotrainer(settings, output, store, stack)
-        with notes.status("loading the models"):
+        last = newest_checkpoint(output)
+        gate = ExpectedValue.load(last / "gate.json") if last else ExpectedValue()
+        with notes.status("loading the models"), quiet():
             torch.set_num_threads(settings.optimization.threads or _free_cores(settings))
-            recipe = Recipe(
-                rank=None if settings.policy.full else settings.policy.rank, seed=settings.optimization.seed
-            )
+            rank = None if settings.policy.full else settings.policy.rank
             base, adapter = base_and_adapter(settings.policy.policy, "policy")
-            trainable = load_trainable(base, recipe, adapter)
-            last = newest_checkpoint(output)
-            gate = ExpectedValue.load(last / "gate.json") if last else ExpectedValue()
-            sampled = _Sampled(settings, output, trainable)
-            collection = stack.enter_context(sampled.opened(cotrainer, gate))
-        collection.remember(transitions.after(max(0, transitions.latest_id() - _MOST_REMEMBERED)))
-        step = _step_of(last) if last else 0
-        environment = recorded(settings.plan().environment(), transitions)
-        loop = _Loop(
-            settings, output, collection, sampled, environment, rollouts, cotrainer, tasks, held_out, gate, step, notes
-        )
-        trainer = _trainer(settings, output, trainable, tasks, loop)
+            trainable = load_trainable(base, Recipe(rank=rank, seed=settings.optimization.seed), adapter)
+            sampled = stack.enter_context(SampledPolicy.open(settings, output, trainable, cotrainer, gate))
+        sampled.collection.remember(transitions.after(max(0, transitions.latest_id() - _MOST_REMEMBERED)))
+        journal = Journal(output, _step_of(last) if last else 0)
+        run = _Run(settings, tasks, held_out, sampled, rollouts, transitions, cotrainer, gate, journal, notes)
+        loop = _Loop(run)
+        trainer = _trainer(run, output, trainable, loop)
         stack.enter_context(loop.display.shown())
         stack.enter_context(loop.ending())
         stack.enter_context(quiet())
@@ -159,110 +141,30 @@ def _cotrainer(settings: TrainingSettings, output: Path, store: Path, stack: Exi
     return stack.enter_context(CoTrainer.start(store, settings.speculation.world_model, directory, seconds))
 
 
-class _Sampled:
-    """The policy in training, and the policy that rollouts sample from, which is made equal to it after each step."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a training has open."""
 
-    def __init__(self, settings: TrainingSettings, output: Path, trainable: Trainable) -> None:
-        self._settings = settings.policy
-        self._plan = settings.plan()
-        self._seats = settings.rollouts.seats
-        self._directory = output / "policy"
-        self._tokenizer = output / "tokenizer"
-        self.trainable = trainable
-        self._version: Version | None = None
-        self._publisher: Publisher | None = None
-
-    @contextmanager
-    def opened(self, cotrainer: CoTrainer | None, gate: ExpectedValue) -> Iterator[Collection]:
-        """Rollouts of it. Raises InputError where a server cannot be reached or is not fit."""
-        plan, server = self._plan, self._settings.server
-        if cotrainer is not None and "language_model" in plan.predictors():
-            cotrainer.wait_for_version()
-            plan = replace(plan, world_model=str(cotrainer.directory))
-        if server:
-            self.trainable.tokenizer.save_pretrained(self._tokenizer)
-            plan = replace(plan, policy=server, tokenizer=str(self._tokenizer))
-        plan, servers = find_models(plan)
-        models = Models.load(plan, servers)
-        self.chat = models.chat
-        seats = Seats(self._seats or (math.inf if server else 2))
-        with Collection.open(models, plan, seats, gate) as self._collection:
-            if server:
-                connection = self._collection.enter(Server(server))
-                self._publisher = (
-                    VllmWeights(connection) if self._settings.full else VllmAdapters(connection, _ON_SERVER)
-                )
-            yield self._collection
-
-    def publish(self, step: int) -> None:
-        """Brings the weights in training, those after ``step`` steps, to where they are sampled from.
-
-        They become a version in ``policy/`` as well. Raises InputError for a disk that is full, and for a server that
-        will not take them.
-        """
-        write = partial(save_weights, self.trainable, precision=torch.float32)
-        self._version = publish_version(self._directory, self.trainable.base, write, {"step": step})
-        policy = self._collection.policy
-        if isinstance(policy, LocalPolicy):
-            name = str(self._version.directory)
-            network, _ = load_network(*base_and_adapter(name, "policy"), self._settings.precision)
-            policy.replace(network, step)
-        elif isinstance(policy, VllmPolicy):
-            self.bring_back()
-            policy.weight_version = step
-            if not self._settings.full:
-                policy.model = versioned(_ON_SERVER, self._version.number)
-
-    def bring_back(self) -> None:
-        """Gives a server the current version, which it may have lost; waits for one that is restarting.
-
-        Raises InputError for one that does not come back.
-        """
-        if self._publisher is not None:
-            self._collection.call(self._bring)
-
-    async def _bring(self) -> None:
-        assert self._publisher is not None and self._version is not None
-        until = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            try:
-                return await self._publisher.publish(self._version.number, self._version.directory)
-            except PolicyError as error:
-                if time.monotonic() > until:
-                    raise InputError(f"policy server: {error}; start it again, and --resume goes on") from None
-                await anyio.sleep(_RETRY_SECONDS)
+    settings: TrainingSettings
+    tasks: Sequence[Task]
+    held_out: Sequence[Task]
+    sampled: SampledPolicy
+    rollouts: RunDirectory
+    transitions: Transitions
+    cotrainer: CoTrainer | None
+    gate: ExpectedValue
+    journal: Journal
+    notes: Console
 
 
 class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """What happens around TRL's steps."""
 
-    def __init__(
-        self,
-        settings: TrainingSettings,
-        output: Path,
-        collection: Collection,
-        sampled: _Sampled,
-        environment: OpenEnvironment,
-        rollouts: RunDirectory,
-        cotrainer: CoTrainer | None,
-        tasks: Sequence[Task],
-        held_out: Sequence[Task],
-        gate: ExpectedValue,
-        step: int,
-        notes: Console,
-    ) -> None:
-        self._settings = settings
-        self._collection = collection
-        self._sampled = sampled
-        self._environment = environment
-        self._rollouts = rollouts
-        self._cotrainer = cotrainer
-        self._tasks = {task.id: task for task in tasks}
-        self._held_out = held_out
-        self._gate = gate
-        self._notes = notes
-        self._journal = Journal(output, step)
-        self.display = Display(notes, settings.optimization.steps)
+    def __init__(self, run: _Run) -> None:
+        self.run = run
+        self.display = Display(run.notes, run.settings.optimization.steps)
+        self._tasks = {task.id: task for task in run.tasks}
+        self._environment = run.settings.plan().environment()
         self._figures: RolloutFigures | None = None
         self._began = 0.0
         self._ended = 0.0
@@ -276,24 +178,24 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     def collect(self, prompts: Sequence[str], trainer: GRPOTrainer) -> dict[str, Any]:
         """TRL's ``rollout_func``. A prompt is a task's id: what the policy reads is the chat's affair."""
         step = trainer.state.global_step
-        seed = self._settings.optimization.seed * _SEEDS + step * len(prompts)
+        seed = self.run.settings.optimization.seed * _SEEDS + step * len(prompts)
         jobs = [(self._tasks[name], seed + place) for place, name in enumerate(prompts)]
-        results = self._run(f"step {step + 1}: rollouts", jobs, speculating=True)
+        results, self._figures = self._rollouts(f"step {step + 1}: rollouts", jobs, speculating=True)
         for job, result in zip(jobs, results, strict=True):
-            if (job[0].id, job[1]) not in self._rollouts.done:  # A resumed run does them again.
-                self._rollouts.write(result if isinstance(result, Failure) else self._line(job[0], result))
-        rows = [_row(result, self._sampled.trainable.tokenizer.eos_token_id) for result in results]
+            if (job[0].id, job[1]) not in self.run.rollouts.done:  # A resumed run does them again.
+                self.run.rollouts.write(result if isinstance(result, Failure) else self._line(job[0], result))
+        rows = [_row(result, self.run.sampled.trainable.tokenizer.eos_token_id) for result in results]
         return {name: [row[name] for row in rows] for name in rows[0]}
 
-    def _run(self, what: str, jobs: Jobs, speculating: bool) -> list[Trajectory | Failure]:
-        """Every job, those that break tried again. Raises InputError where all of them break."""
-        rollouts = self._settings.rollouts
+    def _rollouts(self, what: str, jobs: Jobs, speculating: bool) -> tuple[list[Trajectory | Failure], RolloutFigures]:
+        """Of every job, those that break tried again. Raises InputError where all of them break."""
+        rollouts = self.run.settings.rollouts
         results: dict[int, Trajectory | Failure] = {}
         began = time.monotonic()
         with self.display.phase(what, len(jobs)) as advance:
             for attempt in range(rollouts.attempts):
                 if attempt:
-                    self._sampled.bring_back()
+                    self.run.sampled.bring_back()
                 places = [place for place in range(len(jobs)) if not isinstance(results.get(place), Trajectory)]
 
                 def finished(result: Trajectory | Failure) -> None:
@@ -301,25 +203,26 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
                         advance()
 
                 todo = [jobs[place] for place in places]
-                came = self._collection.run(todo, self._environment, rollouts.concurrency, finished, speculating)
+                # What held-out tasks print teaches no world model.
+                environment = recorded(self._environment, self.run.transitions) if speculating else self._environment
+                came = self.run.sampled.collection.run(todo, environment, rollouts.concurrency, finished, speculating)
                 results.update(zip(places, came, strict=True))
                 if all(isinstance(result, Trajectory) for result in results.values()):
                     break
         ordered = [results[place] for place in range(len(jobs))]
         failures = [result for result in ordered if isinstance(result, Failure)]
         for failure in failures:
-            self._notes.print(f"left out: {failure.task} seed {failure.seed} broke: {failure.error}", soft_wrap=True)
+            self.run.notes.print(f"left out: {failure.task} seed {failure.seed} broke: {failure.error}", soft_wrap=True)
         if len(failures) == len(jobs):
             raise InputError(f"every rollout broke, the first with: {failures[0].error}; mend that and --resume")
         lines = [
             self._line(job[0], each) for job, each in zip(jobs, ordered, strict=True) if isinstance(each, Trajectory)
         ]
         seconds = time.monotonic() - began
-        self._figures = rollout_figures(lines, len(failures), seconds, rollouts.concurrency)
-        return ordered
+        return ordered, rollout_figures(lines, len(failures), seconds, rollouts.concurrency)
 
     def _line(self, task: Task, trajectory: Trajectory) -> TrajectoryLine:
-        return line_of(trajectory, task.instruction, self._sampled.chat.text)
+        return line_of(trajectory, task.instruction, self.run.sampled.collection.chat.text)
 
     def rewards(
         self,
@@ -342,13 +245,13 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     # Around the steps. The names and arguments are those of transformers' callbacks.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._sampled.publish(state.global_step)
-        self._evaluate(state.global_step)
+        self.run.sampled.publish(state.global_step)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._evaluate(state.global_step)  # After the checkpoint of the step before: a kill loses no step by it.
         self._began = time.monotonic()
-        if self._cotrainer is not None:
-            self._cotrainer.keep_up(lambda said: self._notes.print(said, soft_wrap=True))
+        if self.run.cotrainer is not None:
+            self.run.cotrainer.keep_up(lambda said: self.run.notes.print(said, soft_wrap=True))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
         trained = [weight for weight in model.parameters() if weight.grad is not None]
@@ -358,7 +261,7 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
         for weight in trained:
             weight.grad = None  # So the optimizer leaves it as it is.
         self._skipped += 1
-        self._notes.print(f"step {state.global_step + 1}: gradients are no numbers; the weights stay as they are")
+        self.run.notes.print(f"step {state.global_step + 1}: gradients are no numbers; the weights stay as they are")
         if self._skipped == _MOST_SKIPPED:
             raise InputError(
                 f"gradients were no numbers in {_MOST_SKIPPED} steps in a row; lower learning_rate, and --resume goes "
@@ -368,7 +271,7 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         began = time.monotonic()
         with self.display.phase(f"step {state.global_step}: publishing"):
-            self._sampled.publish(state.global_step)
+            self.run.sampled.publish(state.global_step)
         self._ended = time.monotonic()
         self._publish_seconds = self._ended - began
         if self._ending:
@@ -386,32 +289,32 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
             publish_seconds=self._publish_seconds,
             rollouts=figures,
             skipped=self._skipped > 0,
-            world_model=None if self._cotrainer is None else self._cotrainer.about(),
+            world_model=None if self.run.cotrainer is None else self.run.cotrainer.about(),
             trl={name: _number(value) for name, value in logs.items() if not name.startswith("rollouts/")},
         )
-        self._journal.write(record)
+        self.run.journal.write(record)
         self.display.step(record)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._evaluate(state.global_step)
 
     def _evaluate(self, step: int) -> None:
         """Where it is due: after every so many steps, before the first and after the last."""
-        optimization = self._settings.optimization
+        optimization = self.run.settings.optimization
         due = evaluation_steps(optimization.steps, optimization.evaluate_every)
-        if not self._held_out or step not in due or step in self._journal.evaluated:
+        if not self.run.held_out or step not in due or step in self.run.journal.evaluated:
             return
-        seed, samples = optimization.seed * _SEEDS, optimization.evaluation_samples
-        jobs = [(task, seed + sample) for task in self._held_out for sample in range(samples)]
-        kept = self._figures
-        self._run(f"after step {step}: held-out tasks", jobs, speculating=False)
-        assert self._figures is not None
-        record = EvaluationRecord(step, self._figures)
-        self._figures = kept
-        self._journal.write(record)
+        # The same in every evaluation, and none twice: rollouts of one seed are lucky together.
+        again = [task for task in self.run.held_out for _ in range(optimization.evaluation_samples)]
+        jobs = [(task, optimization.seed * _SEEDS + place) for place, task in enumerate(again)]
+        _, figures = self._rollouts(f"after step {step}: held-out tasks", jobs, speculating=False)
+        record = EvaluationRecord(step, figures)
+        self.run.journal.write(record)
         self.display.evaluation(record)
 
     def save(self, directory: Path) -> None:
         """What a checkpoint has besides TRL's."""
-        self._gate.save(directory / "gate.json")
+        self.run.gate.save(directory / "gate.json")
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -421,7 +324,9 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
             if self._ending:
                 raise KeyboardInterrupt
             self._ending = True
-            self._notes.print("ending after this step, with a checkpoint; Ctrl-C again ends at once, from the last one")
+            self.run.notes.print(
+                "ending after this step, with a checkpoint; Ctrl-C again ends at once, from the last one"
+            )
 
         before = signal.signal(signal.SIGINT, ask)
         try:
@@ -467,13 +372,12 @@ class _Trainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
             raise InputError(
                 f"{directory}: {reason}; make room, and --resume goes on from the last checkpoint"
             ) from error
-        for old in _checkpoints(root)[: -self.loop._settings.optimization.keep]:
+        for old in _checkpoints(root)[: -self.loop.run.settings.optimization.keep]:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _trainer(
-    settings: TrainingSettings, output: Path, trainable: Trainable, tasks: Sequence[Task], loop: _Loop
-) -> _Trainer:
+def _trainer(run: _Run, output: Path, trainable: Trainable, loop: _Loop) -> _Trainer:
+    settings = run.settings
     optimization, rollouts = settings.optimization, settings.rollouts
     known = {field.name for field in dataclasses.fields(GRPOConfig)}
     for name in settings.trl:
@@ -518,7 +422,7 @@ def _trainer(
             trainable.model,
             loop.rewards,
             config,
-            Dataset.from_list([{"prompt": task.id} for task in task_stream(tasks, settings)]),
+            Dataset.from_list([{"prompt": task.id} for task in task_stream(run.tasks, settings)]),
             processing_class=trainable.tokenizer,
             rollout_func=loop.collect,
             callbacks=[*_trackers(optimization.report_to, output), loop],

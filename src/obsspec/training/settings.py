@@ -35,10 +35,10 @@ class TaskSettings:
     """What the policy learns on, and what it is tested on."""
 
     tasks: Annotated[str, Doc("What the policy learns on, as for `obsspec rollout --tasks`.")] = (
-        "generated:database,permissions,service/easy/1000-1299"
+        "generated:database,logs,permissions/easy/1000-1299"
     )
     held_out: Annotated[str, Doc("What it is evaluated on; none of `tasks`. Empty: it is not evaluated.")] = (
-        "generated:database,permissions,service/easy/0-9"
+        "generated:database,logs,permissions/easy/0-9"
     )
 
 
