@@ -117,6 +117,15 @@ def test_the_policy_learns_what_is_rewarded(actor: str, tasks: str, tmp_path: Pa
     assert versions == {*range(16)}  # Each step's rollouts are by the weights of the step before.
 
 
+def test_ahead_rollouts_are_collected_while_the_policy_learns(actor: str, tasks: str, tmp_path: Path) -> None:
+    train(settings(actor, tasks, steps=5, ahead=1), tmp_path / "run", False, QUIET)
+    versions: dict[int, set[int]] = {step: set() for step in range(5)}
+    for line in read_trajectories(tmp_path / "run" / "rollouts"):
+        versions[line.seed // 8] |= {version for turn in line.turns for version in turn.weight_versions}
+    assert versions[0] == {0}
+    assert all({step - 1} <= versions[step] <= {step - 1, step} for step in range(1, 5))  # At most one update behind.
+
+
 def test_speculation_changes_nothing_that_is_learned(actor: str, tasks: str, tmp_path: Path) -> None:
     on, off = tmp_path / "on", tmp_path / "off"
     train(settings(actor, tasks, report_to=["tensorboard"]), on, False, QUIET)

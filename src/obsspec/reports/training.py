@@ -106,6 +106,8 @@ class StepRecord:
     step: int
     """From 1."""
     seconds: float
+    waiting_seconds: float
+    """For rollouts: all that they took, unless they were begun ahead."""
     update_seconds: float
     """Of the optimizer, the passes included."""
     publish_seconds: float

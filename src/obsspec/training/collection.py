@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from obsspec.rollout import Failure, rollouts
@@ -32,26 +34,42 @@ Jobs = Sequence[tuple[Task, int]]
 
 
 class Collection:
-    """Runs rollouts when it is told to, and waits for them."""
+    """Runs rollouts when it is told to: those of one step after the other, some steps before they are wanted."""
 
-    def __init__(self, portal: BlockingPortal, stack: ExitStack, speculator: Speculator, chat: TerminalChat) -> None:
+    def __init__(
+        self, portal: BlockingPortal, stack: ExitStack, speculator: Speculator, chat: TerminalChat, ahead: int
+    ) -> None:
         self.chat = chat
         self._portal = portal
         self._stack = stack
         self._speculator = speculator
         settings = replace(speculator.settings, depth=0)
         self._sequential = Speculator(speculator.policy, speculator.chat, None, settings, speculator.seats)
+        self._ahead = ahead
+        self._steps: dict[int, Future[Any]] = {}
+        """Those that were begun and not taken."""
+        self._one_at_a_time = anyio.Lock()
 
     @classmethod
     @contextmanager
-    def open(cls, models: Models, plan: Plan, seats: Seats, gate: ExpectedValue) -> Iterator[Collection]:
-        """With a speculator of ``models``. When the block ends nothing that it started is left."""
+    def open(
+        cls, models: Models, plan: Plan, seats: Seats, gate: ExpectedValue, ahead: int = 0
+    ) -> Iterator[Collection]:
+        """With a speculator of ``models``. When the block ends nothing that it started is left.
+
+        ``ahead``: as for `take`.
+        """
         with (
             start_blocking_portal(name="rollouts") as portal,
             portal.wrap_async_context_manager(models.speculator(plan, seats, gate)) as speculator,
             ExitStack() as stack,
         ):
-            yield cls(portal, stack, speculator, models.chat)
+            collection = cls(portal, stack, speculator, models.chat, ahead)
+            try:
+                yield collection
+            finally:
+                for begun in collection._steps.values():
+                    begun.cancel()
 
     @property
     def policy(self) -> Policy:
@@ -80,7 +98,25 @@ class Collection:
                 ended.wait()
             raise
 
-    def run(
+    def take(self, step: int, last: int, collect: Callable[[int], Awaitable[Result]]) -> Result:
+        """What ``collect(step)`` returns.
+
+        The same is begun for up to ``ahead`` steps after it, but none after ``last``, one after the other; so while
+        the weights are updated the rollouts of a later step are under way, and none of their tokens is sampled by
+        weights that are more than ``ahead`` updates older than those that learn from it.
+        """
+        for each in range(step, min(step + self._ahead, last) + 1):
+            if each not in self._steps:
+                self._steps[each] = self._portal.start_task_soon(self._in_turn, collect, each)
+        result: Result = self._steps[step].result()
+        del self._steps[step]
+        return result
+
+    async def _in_turn(self, collect: Callable[[int], Awaitable[Result]], step: int) -> Result:
+        async with self._one_at_a_time:
+            return await collect(step)
+
+    async def run(
         self,
         jobs: Jobs,
         environment: OpenEnvironment,
@@ -88,9 +124,9 @@ class Collection:
         finished: Callable[[Trajectory | Failure], None],
         speculating: bool = True,
     ) -> list[Trajectory | Failure]:
-        """As `obsspec.rollout.rollouts` does."""
+        """As `obsspec.rollout.rollouts` does. To be called in the event loop."""
         speculator = self._speculator if speculating else self._sequential
-        return self.call(lambda: rollouts(speculator, jobs, environment, concurrency, finished))
+        return await rollouts(speculator, jobs, environment, concurrency, finished)
 
     def remember(self, transitions: Iterator[Transition]) -> None:
         """Tells the predictors what was observed before."""

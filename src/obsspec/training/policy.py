@@ -163,10 +163,12 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     def __init__(self, run: _Run) -> None:
         self.run = run
         self.display = Display(run.notes, run.settings.optimization.steps)
-        self._tasks = {task.id: task for task in run.tasks}
+        self.stream = task_stream(run.tasks, run.settings)
+        """The tasks of all steps."""
         self._environment = run.settings.plan().environment()
         self._figures: RolloutFigures | None = None
         self._began = 0.0
+        self._waited = 0.0
         self._ended = 0.0
         self._publish_seconds = 0.0
         self._skipped = 0
@@ -177,35 +179,47 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
 
     def collect(self, prompts: Sequence[str], trainer: GRPOTrainer) -> dict[str, Any]:
         """TRL's ``rollout_func``. A prompt is a task's id: what the policy reads is the chat's affair."""
-        step = trainer.state.global_step
-        seed = self.run.settings.optimization.seed * _SEEDS + step * len(prompts)
-        jobs = [(self._tasks[name], seed + place) for place, name in enumerate(prompts)]
-        results, self._figures = self._rollouts(f"step {step + 1}: rollouts", jobs, speculating=True)
+        began, step = time.monotonic(), trainer.state.global_step
+        collection, last = self.run.sampled.collection, self.run.settings.optimization.steps - 1
+        jobs, results, self._figures = collection.take(step, last, self._step)
+        self._waited = time.monotonic() - began
+        assert [task.id for task, _ in jobs] == list(prompts)
         for job, result in zip(jobs, results, strict=True):
             if (job[0].id, job[1]) not in self.run.rollouts.done:  # A resumed run does them again.
                 self.run.rollouts.write(result if isinstance(result, Failure) else self._line(job[0], result))
         rows = [_row(result, self.run.sampled.trainable.tokenizer.eos_token_id) for result in results]
         return {name: [row[name] for row in rows] for name in rows[0]}
 
-    def _rollouts(self, what: str, jobs: Jobs, speculating: bool) -> tuple[list[Trajectory | Failure], RolloutFigures]:
+    async def _step(self, step: int) -> tuple[Jobs, list[Trajectory | Failure], RolloutFigures]:
+        """The rollouts of a step, from 0."""
+        settings = self.run.settings
+        each, group = settings.rollouts.tasks_per_step, settings.rollouts.group
+        tasks = [task for task in self.stream[step * each : (step + 1) * each] for _ in range(group)]
+        first = settings.optimization.seed * _SEEDS + step * len(tasks)
+        jobs = [(task, first + place) for place, task in enumerate(tasks)]
+        return jobs, *await self._rollouts(f"step {step + 1}: rollouts", jobs, speculating=True)
+
+    async def _rollouts(
+        self, what: str, jobs: Jobs, speculating: bool
+    ) -> tuple[list[Trajectory | Failure], RolloutFigures]:
         """Of every job, those that break tried again. Raises InputError where all of them break."""
-        rollouts = self.run.settings.rollouts
+        rollouts, sampled = self.run.settings.rollouts, self.run.sampled
+        # What held-out tasks print teaches no world model.
+        environment = recorded(self._environment, self.run.transitions) if speculating else self._environment
         results: dict[int, Trajectory | Failure] = {}
         began = time.monotonic()
         with self.display.phase(what, len(jobs)) as advance:
+
+            def finished(result: Trajectory | Failure) -> None:
+                if isinstance(result, Trajectory):
+                    advance()
+
             for attempt in range(rollouts.attempts):
                 if attempt:
-                    self.run.sampled.bring_back()
+                    await sampled.bring_back()
                 places = [place for place in range(len(jobs)) if not isinstance(results.get(place), Trajectory)]
-
-                def finished(result: Trajectory | Failure) -> None:
-                    if isinstance(result, Trajectory):
-                        advance()
-
                 todo = [jobs[place] for place in places]
-                # What held-out tasks print teaches no world model.
-                environment = recorded(self._environment, self.run.transitions) if speculating else self._environment
-                came = self.run.sampled.collection.run(todo, environment, rollouts.concurrency, finished, speculating)
+                came = await sampled.collection.run(todo, environment, rollouts.concurrency, finished, speculating)
                 results.update(zip(places, came, strict=True))
                 if all(isinstance(result, Trajectory) for result in results.values()):
                     break
@@ -285,7 +299,8 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
         record = StepRecord(
             step=state.global_step,
             seconds=seconds,
-            update_seconds=seconds - figures.seconds - self._publish_seconds,
+            waiting_seconds=self._waited,
+            update_seconds=seconds - self._waited - self._publish_seconds,
             publish_seconds=self._publish_seconds,
             rollouts=figures,
             skipped=self._skipped > 0,
@@ -307,7 +322,8 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
         # The same in every evaluation, and none twice: rollouts of one seed are lucky together.
         again = [task for task in self.run.held_out for _ in range(optimization.evaluation_samples)]
         jobs = [(task, optimization.seed * _SEEDS + place) for place, task in enumerate(again)]
-        _, figures = self._rollouts(f"after step {step}: held-out tasks", jobs, speculating=False)
+        what = f"after step {step}: held-out tasks"
+        _, figures = self.run.sampled.collection.call(lambda: self._rollouts(what, jobs, speculating=False))
         record = EvaluationRecord(step, figures)
         self.run.journal.write(record)
         self.display.evaluation(record)
@@ -422,7 +438,7 @@ def _trainer(run: _Run, output: Path, trainable: Trainable, loop: _Loop) -> _Tra
             trainable.model,
             loop.rewards,
             config,
-            Dataset.from_list([{"prompt": task.id} for task in task_stream(run.tasks, settings)]),
+            Dataset.from_list([{"prompt": task.id} for task in loop.stream]),
             processing_class=trainable.tokenizer,
             rollout_func=loop.collect,
             callbacks=[*_trackers(optimization.report_to, output), loop],

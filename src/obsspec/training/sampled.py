@@ -76,7 +76,8 @@ class SampledPolicy:
             plan = replace(plan, policy=server, tokenizer=str(tokenizer))
         plan, servers = find_models(plan)
         seats = Seats(settings.rollouts.seats or (math.inf if server else 2))
-        with Collection.open(Models.load(plan, servers), plan, seats, gate) as collection:
+        models = Models.load(plan, servers)
+        with Collection.open(models, plan, seats, gate, settings.rollouts.ahead) as collection:
             yield cls(settings.policy, output / "policy", trainable, collection)
 
     def publish(self, step: int) -> None:
@@ -93,21 +94,18 @@ class SampledPolicy:
             network, _ = load_network(*base_and_adapter(name, "policy"), self._settings.precision)
             policy.replace(network, step)
         elif isinstance(policy, VllmPolicy):
-            self.bring_back()
+            self.collection.call(self.bring_back)
             policy.weight_version = step
             if not self._settings.full:
                 policy.model = versioned(_ON_SERVER, self._version.number)
 
-    def bring_back(self) -> None:
+    async def bring_back(self) -> None:
         """Gives a server the current version, which it may have lost; waits for one that is restarting.
 
-        Raises InputError for one that does not come back.
+        Raises InputError for one that does not come back. To be called in the event loop.
         """
-        if self._publisher is not None:
-            self.collection.call(self._bring)
-
-    async def _bring(self) -> None:
-        assert self._publisher is not None and self._version is not None
+        if self._publisher is None or self._version is None:
+            return None
         until = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:

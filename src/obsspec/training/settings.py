@@ -84,6 +84,14 @@ class RolloutSettings:
         ),
     ] = None
     latency: Annotated[str, Doc("Delay added to every command: seconds, or FILE.json:NAME, quantiles.")] = "0"
+    ahead: Annotated[
+        int,
+        Ge(0),
+        Doc(
+            "How many steps may be collected while an earlier one is learned from. 0: each by the weights of "
+            "the step before. More is faster where the two do not compete for the same machine."
+        ),
+    ] = 0
     attempts: Annotated[
         int, Ge(1), Doc("How often a rollout is tried that breaks. One that broke each time teaches nothing.")
     ] = 3
