@@ -16,12 +16,16 @@ import pytest
 pytest.importorskip("peft")
 
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
 from obsspec.errors import InputError
 from obsspec.loading import training_start
+from obsspec.training.trajectories import ExpertRun
 from obsspec.training.transitions import Transitions
 from obsspec.training.versions import current_version, only_process, publish_version
+from obsspec.training.world_model import read_rollouts
+from obsspec.types import Exchange
 from test_cotraining import add
 
 QUICK = ["--tokens", "9000", "--learning-rate", "0.01", "--rows-per-step", "2"]
@@ -113,6 +117,20 @@ def test_it_learns_logs(base: str, tmp_path: Path) -> None:
     command += ["--full", *QUICK[:2], "--learning-rate", "0.001"]
     assert world_model(*command).returncode == 0
     assert scored(log, "--world-model", tmp_path / "trained") == (4, 4)
+
+
+def test_it_learns_from_rollouts_and_experts_together(store: Path, tmp_path: Path) -> None:
+    """Of both it has what the predictor will read: also the instruction, which logs do not have."""
+    run = ExpertRun("names/easy/1", "names", "easy", "List them.", (Exchange("ls", "a"),), (False,))
+    experts = tmp_path / "expert-runs.jsonl"
+    experts.write_bytes(TypeAdapter(ExpertRun).dump_json(run) + b"\n")
+    *rollouts, last = read_rollouts([store, experts])
+    assert len(rollouts) == 6
+    assert (last.task, last.instruction, last.exchanges) == (run.task, run.instruction, run.exchanges)
+    assert len(last.seconds) == len(last.fresh) == 1
+    experts.write_text(experts.read_text() + '{"task": "names/easy/2"}\n')
+    with pytest.raises(InputError, match=r"expert-runs\.jsonl, line 2"):
+        read_rollouts([experts])
 
 
 @pytest.mark.parametrize(

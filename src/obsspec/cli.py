@@ -397,7 +397,10 @@ app.add_typer(world_model_app, name="world-model")
 
 Data = Annotated[
     list[Path],
-    typer.Argument(help="Stores that `--transitions` wrote, or logs of agents, as for `obsspec analyze`."),
+    typer.Argument(
+        help="Stores that `--transitions` wrote, expert runs that `obsspec warmstart` kept, or logs of agents, as for "
+        "`obsspec analyze`."
+    ),
 ]
 From = Annotated[
     str,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from obsspec.chat import ChatFormat, TerminalChat, WorldModelChat
 from obsspec.context import Tokens
@@ -45,6 +45,9 @@ class ExpertRun:
     def __post_init__(self) -> None:
         if len(self.mistakes) != len(self.exchanges):
             raise ValueError("mistakes and exchanges must have the same length")
+
+
+_RUN = TypeAdapter(ExpertRun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +109,19 @@ def read_runs(file: Path) -> list[ExpertRun]:
     return _runs(file).read()
 
 
+def is_expert_runs(file: Path) -> bool:
+    """Whether a file begins as those that ``collect`` wrote, and as no log of an agent does."""
+    with file.open("rb") as stream:
+        first = stream.readline()
+    try:
+        _RUN.validate_json(first)
+    except ValidationError:
+        return False
+    return True
+
+
 def _runs(file: Path) -> LineFile[ExpertRun]:
-    return LineFile(file, TypeAdapter(ExpertRun), "task", "`obsspec warmstart --runs`", "with the same command")
+    return LineFile(file, _RUN, "task", "`obsspec warmstart --runs`", "with the same command")
 
 
 def rows(role: Role, run: ExpertRun, chat_format: ChatFormat) -> list[Row]:

@@ -19,7 +19,7 @@ from obsspec.predictors.language_model import Limits
 from obsspec.reports.tables import share
 from obsspec.shell import kind_of
 from obsspec.training.finetune import Recipe, Trainable, exact_spans, finetune
-from obsspec.training.trajectories import Row, world_model_rows
+from obsspec.training.trajectories import Row, is_expert_runs, read_runs, world_model_rows
 from obsspec.training.transitions import StoredRollout, Transitions
 from obsspec.types import Exchange
 
@@ -37,9 +37,11 @@ _LEAST_WEIGHT = 0.05
 
 
 def read_rollouts(paths: Sequence[Path]) -> list[StoredRollout]:
-    """What stores of transitions hold, the latest rollouts first, or logs that `obsspec analyze` reads, in their order.
+    """What stores of transitions hold, the latest rollouts first, or the expert runs that `obsspec warmstart` kept, or
+    logs that `obsspec analyze` reads, both in their order.
 
-    A log's rollouts have no instruction. Raises InputError for what is neither, or empty.
+    A log's rollouts have no instruction, and an expert's no seconds. Raises InputError for what is none of these, or
+    empty.
     """
     rollouts: list[StoredRollout] = []
     for path in paths:
@@ -48,6 +50,12 @@ def read_rollouts(paths: Sequence[Path]) -> list[StoredRollout]:
         if path.is_file() and is_store(path):
             with Transitions.open(path) as transitions:
                 rollouts += transitions.for_training()
+        elif path.is_file() and is_expert_runs(path):
+            for run in read_runs(path):
+                count = len(run.exchanges)
+                rollouts.append(
+                    StoredRollout(run.task, run.instruction, run.exchanges, (0.0,) * count, (True,) * count)
+                )
         else:
             for logged in read_log(path).rollouts:
                 exchanges = tuple(Exchange(step.command, step.observation) for step in logged.steps)
