@@ -94,6 +94,18 @@ async def count(predictor: Predictor, transitions: Iterable[Transition], advance
     return counts
 
 
+def printed_before(transitions: Iterable[Transition]) -> tuple[int, int]:
+    """How many observations had been seen before in the same task: after the same command, and after any."""
+    seen: set[tuple[str, ...]] = set()
+    same = any_command = 0
+    for each in transitions:
+        task, command, text = each.query.task, each.query.command, each.observation.text
+        same += (task, command, text) in seen
+        any_command += (task, text) in seen
+        seen |= {(task, command, text), (task, text)}
+    return same, any_command
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", type=Path)
@@ -132,7 +144,11 @@ def main() -> None:
             share(each.exact, each.steps),
             share(each.exact_seconds, each.seconds),
         )
-    Console(width=120).print(table)
+    console = Console(width=120)
+    console.print(table)
+    same, any_command = printed_before(transitions)
+    console.print(f"printed before in the same task by the same command: {share(same, len(transitions))}")
+    console.print(f"printed before in the same task by any command: {share(any_command, len(transitions))}")
     if arguments.json:
         arguments.json.write_text(json.dumps({name: asdict(each) for name, each in results.items()}, indent=2) + "\n")
 
