@@ -163,6 +163,24 @@ def test_a_killed_training_goes_on_bit_for_bit(actor: str, tasks: str, tmp_path:
     assert steps[0] == steps[1]
 
 
+@pytest.mark.parametrize(
+    ("said", "refusal"),
+    [
+        ({"learning_rate": 1.0}, r"\[trl\] learning_rate: is set by the other sections"),
+        ({"bet": 0.1}, r"\[trl\] bet: TRL's GRPOConfig has no such key; did you mean beta\?"),
+        ({"optim": "none such"}, r"\[trl\]: .*none such"),
+    ],
+)
+def test_what_trl_does_not_take_is_said_before_anything_is_loaded(
+    said: dict[str, Any], refusal: str, actor: str, tasks: str, tmp_path: Path
+) -> None:
+    chosen = settings(actor, tasks)
+    chosen.trl.update(said)
+    with pytest.raises(InputError, match=refusal):
+        train(chosen, tmp_path / "run", False, QUIET)
+    assert not (tmp_path / "run").exists()
+
+
 def test_padding_is_cut_and_nothing_else() -> None:
     prompt_mask = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
     completion_mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]])

@@ -169,7 +169,6 @@ class Display:
         self._console = console
         self._steps = steps
         self._rows: list[tuple[str, ...]] = []
-        self._evaluated = ""
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(TextColumn("{task.description}"), *columns, console=console)
         self._live: Live | None = None
@@ -210,12 +209,13 @@ class Display:
         self._rows = [*self._rows, row][-_SHOWN:]
         if self._live is None:
             named = zip(_HEADINGS[1:], row[1:], strict=True)
-            self._console.print(f"step {row[0]}: " + ", ".join(f"{name} {value}" for name, value in named if value))
+            said = ", ".join(f"{name} {value}" for name, value in named if value)
+            self._console.print(f"step {row[0]}: {said}", soft_wrap=True)
 
     def evaluation(self, record: EvaluationRecord) -> None:
         rollouts = record.rollouts
-        self._evaluated = f"held out after step {record.step}: {rollouts.solved} of {rollouts.rollouts} solved"
-        self._console.print(self._evaluated)
+        said = f"held out after step {record.step}: {share(rollouts.solved, rollouts.rollouts)} solved"
+        self._console.print(said, soft_wrap=True)
 
     def __rich__(self) -> Group:
         table = Table(*_HEADINGS)

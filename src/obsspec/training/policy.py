@@ -106,6 +106,7 @@ def train(settings: TrainingSettings, output: Path, resume: bool, notes: Console
     ``resume`` goes on from the last checkpoint. Raises InputError where it cannot go on; the checkpoints stay.
     """
     tasks, held_out = parse_all(settings)
+    config = _config(settings, output)
     with ExitStack() as stack:
         stack.enter_context(only_process(output))
         _check_resumable(output, settings, resume)
@@ -127,10 +128,10 @@ def train(settings: TrainingSettings, output: Path, resume: bool, notes: Console
         journal = Journal(output, _step_of(last) if last else 0)
         run = _Run(settings, tasks, held_out, sampled, rollouts, transitions, cotrainer, gate, journal, notes)
         loop = _Loop(run)
-        trainer = _trainer(run, output, trainable, loop)
         stack.enter_context(loop.display.shown())
         stack.enter_context(loop.ending())
         stack.enter_context(quiet())
+        trainer = _trainer(config, trainable, loop, _trackers(settings.optimization.report_to, output))
         trainer.train(resume_from_checkpoint=str(last) if last else None)
 
 
@@ -275,7 +276,8 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
         for weight in trained:
             weight.grad = None  # So the optimizer leaves it as it is.
         self._skipped += 1
-        self.run.notes.print(f"step {state.global_step + 1}: gradients are no numbers; the weights stay as they are")
+        said = f"step {state.global_step + 1}: gradients are no numbers; the weights stay as they are"
+        self.run.notes.print(said, soft_wrap=True)
         if self._skipped == _MOST_SKIPPED:
             raise InputError(
                 f"gradients were no numbers in {_MOST_SKIPPED} steps in a row; lower learning_rate, and --resume goes "
@@ -340,9 +342,8 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
             if self._ending:
                 raise KeyboardInterrupt
             self._ending = True
-            self.run.notes.print(
-                "ending after this step, with a checkpoint; Ctrl-C again ends at once, from the last one"
-            )
+            said = "ending after this step, with a checkpoint; Ctrl-C again ends at once, without one"
+            self.run.notes.print(said, soft_wrap=True)
 
         before = signal.signal(signal.SIGINT, ask)
         try:
@@ -392,8 +393,8 @@ class _Trainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _trainer(run: _Run, output: Path, trainable: Trainable, loop: _Loop) -> _Trainer:
-    settings = run.settings
+def _config(settings: TrainingSettings, output: Path) -> GRPOConfig:
+    """TRL's settings. Raises InputError for what ``[trl]`` may not say."""
     optimization, rollouts = settings.optimization, settings.rollouts
     known = {field.name for field in dataclasses.fields(GRPOConfig)}
     for name in settings.trl:
@@ -429,20 +430,22 @@ def _trainer(run: _Run, output: Path, trainable: Trainable, loop: _Loop) -> _Tra
         "dataloader_pin_memory": False,
     }
     try:
-        with quiet():
-            config = GRPOConfig(**(defaults | settings.trl | chosen))
+        with quiet():  # Of what is old in transformers.
+            return GRPOConfig(**(defaults | settings.trl | chosen))
     except (ValueError, TypeError) as error:
         raise InputError(f"[trl]: {' '.join(str(error).split())}") from None
-    with quiet():  # Of what is new or old in TRL.
-        trainer = _Trainer(
-            trainable.model,
-            loop.rewards,
-            config,
-            Dataset.from_list([{"prompt": task.id} for task in loop.stream]),
-            processing_class=trainable.tokenizer,
-            rollout_func=loop.collect,
-            callbacks=[*_trackers(optimization.report_to, output), loop],
-        )
+
+
+def _trainer(config: GRPOConfig, trainable: Trainable, loop: _Loop, trackers: Sequence[TrainerCallback]) -> _Trainer:
+    trainer = _Trainer(
+        trainable.model,
+        loop.rewards,
+        config,
+        Dataset.from_list([{"prompt": task.id} for task in loop.stream]),
+        processing_class=trainable.tokenizer,
+        rollout_func=loop.collect,
+        callbacks=[*trackers, loop],
+    )
     trainer.remove_callback(PrinterCallback)
     trainer.loop = loop
     return trainer
