@@ -256,7 +256,8 @@ def warmstart(
 ) -> None:
     """Train a small policy or a world model: an adapter, on what experts do on generated tasks in the sandbox.
 
-    The built-in adapters were made with these defaults. It goes on where it was interrupted.
+    The built-in policy was made with these defaults, and the built-in world model begun. It goes on where it was
+    interrupted.
     """
     from obsspec.environments.sandbox import open_sandbox
     from obsspec.reports.tables import counting
