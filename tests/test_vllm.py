@@ -118,6 +118,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         process.wait(60)
 
 
+@pytest.fixture(autouse=True)
+def no_adapters_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test has loaded on the server is not there for the next one."""
+    yield
+    if "served" in request.fixturenames:
+        url = request.getfixturevalue("served").url
+        for card in httpx.get(f"{url}/v1/models").json()["data"]:
+            if card.get("parent"):
+                httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": card["id"]})
+
+
 def healthy(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health").is_success
@@ -490,10 +501,6 @@ async def test_what_is_cotrained_is_foretold_by_the_server(served: Served, tmp_p
                     drafts.clear()
                     await predictor.predict(query, lambda draft: drafts.append(draft.text))
                 assert policy.model.startswith("world-model-v")
-    async with Server(served.url) as server:
-        for card in (await server.ask("GET", "/v1/models"))["data"]:
-            if card.get("parent"):
-                await server.tell("/v1/unload_lora_adapter", {"lora_name": card["id"]})
 
 
 def test_a_policy_on_the_server_is_trained(served: Served, tmp_path: Path) -> None:
@@ -549,55 +556,50 @@ async def test_new_adapters_are_followed(served: Served, tmp_path: Path) -> None
     assert len(set(expected)) == 4
     async with Server(served.url) as server:
         publisher = VllmAdapters(server, "shell")
-        try:
-            # The model itself while there is nothing newer.
-            connection = FollowingPolicy.connect(served.url, "tiny", tokenizer(), max_context=LONGEST)
-            async with connection as policy:
-                assert (policy.model, await written(policy)) == ("tiny", expected[0])
-            await publisher.publish(1, tmp_path / "0")
-            async with FollowingPolicy.connect(served.url, "shell", tokenizer(), every=0.05) as policy:
-                assert (policy.model, await written(policy)) == ("shell-v1", expected[1])
+        # The model itself while there is nothing newer.
+        connection = FollowingPolicy.connect(served.url, "tiny", tokenizer(), max_context=LONGEST)
+        async with connection as policy:
+            assert (policy.model, await written(policy)) == ("tiny", expected[0])
+        await publisher.publish(1, tmp_path / "0")
+        async with FollowingPolicy.connect(served.url, "shell", tokenizer(), every=0.05) as policy:
+            assert (policy.model, await written(policy)) == ("shell-v1", expected[1])
 
-                # A request keeps the version with which it began.
-                begun, results = anyio.Event(), []
-                asked = request(context=context(), sampling=GREEDY, max_tokens=400)
-                plain = await run(LocalPolicy(HubNetwork(models[0])), asked)
+            # A request keeps the version with which it began.
+            begun, results = anyio.Event(), []
+            asked = request(context=context(), sampling=GREEDY, max_tokens=400)
+            plain = await run(LocalPolicy(HubNetwork(models[0])), asked)
 
-                async def one() -> None:
-                    results.append(await run(policy, asked, lambda count: begun.set()))
+            async def one() -> None:
+                results.append(await run(policy, asked, lambda count: begun.set()))
 
-                async with anyio.create_task_group() as group:
-                    group.start_soon(one)
-                    await begun.wait()
-                    await publisher.publish(2, tmp_path / "1")
-                    await until(lambda: policy.model == "shell-v2")
-                    assert await written(policy) == expected[2]
-                    await publisher.publish(3, tmp_path / "2")
-                assert results[0].tokens == plain.tokens
-                await until(lambda: policy.model == "shell-v3")
-                assert await written(policy) == expected[3]
+            async with anyio.create_task_group() as group:
+                group.start_soon(one)
+                await begun.wait()
+                await publisher.publish(2, tmp_path / "1")
+                await until(lambda: policy.model == "shell-v2")
+                assert await written(policy) == expected[2]
+                await publisher.publish(3, tmp_path / "2")
+            assert results[0].tokens == plain.tokens
+            await until(lambda: policy.model == "shell-v3")
+            assert await written(policy) == expected[3]
 
-                # A trainer that was restarted publishes the same version once more.
-                await publisher.publish(3, tmp_path / "0")
-                assert await written(policy) == expected[1]
-            listed = [card["id"] for card in (await server.ask("GET", "/v1/models"))["data"]]
-            assert listed == ["tiny", "alias", "shell-v2", "shell-v3"]
+            # A trainer that was restarted publishes the same version once more.
+            await publisher.publish(3, tmp_path / "0")
+            assert await written(policy) == expected[1]
+        listed = [card["id"] for card in (await server.ask("GET", "/v1/models"))["data"]]
+        assert listed == ["tiny", "alias", "shell-v2", "shell-v3"]
 
-            # One that was unloaded since the last look.
-            async with FollowingPolicy.connect(served.url, "shell", every=1000) as policy:
-                await server.tell("/v1/unload_lora_adapter", {"lora_name": "shell-v3"})
-                assert (policy.model, await written(policy)) == ("shell-v3", expected[2])
-                assert policy.model == "shell-v2"
+        # One that was unloaded since the last look.
+        async with FollowingPolicy.connect(served.url, "shell", every=1000) as policy:
+            await server.tell("/v1/unload_lora_adapter", {"lora_name": "shell-v3"})
+            assert (policy.model, await written(policy)) == ("shell-v3", expected[2])
+            assert policy.model == "shell-v2"
 
-            with pytest.raises(InputError, match=r"404 [^\n]*; start it with --enable-lora, [^\n]*/missing$"):
-                await publisher.publish(4, tmp_path / "missing")
-            adapter(served.model, tmp_path / "wide", 3, rank=16)
-            with pytest.raises(InputError, match="LoRA rank 16 is greater than max_lora_rank 8"):
-                await publisher.publish(4, tmp_path / "wide")
-        finally:
-            for name in ("shell-v1", "shell-v2", "shell-v3"):
-                with suppress(ValueError):
-                    await server.tell("/v1/unload_lora_adapter", {"lora_name": name})
+        with pytest.raises(InputError, match=r"404 [^\n]*; start it with --enable-lora, [^\n]*/missing$"):
+            await publisher.publish(4, tmp_path / "missing")
+        adapter(served.model, tmp_path / "wide", 3, rank=16)
+        with pytest.raises(InputError, match="LoRA rank 16 is greater than max_lora_rank 8"):
+            await publisher.publish(4, tmp_path / "wide")
 
 
 @pytest.mark.anyio

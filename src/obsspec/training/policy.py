@@ -172,6 +172,8 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
         self._waited = 0.0
         self._ended = 0.0
         self._publish_seconds = 0.0
+        self._learning = ExitStack()
+        """Shows that it is under way."""
         self._skipped = 0
         """Steps in a row, the latest included."""
         self._ending = False
@@ -188,6 +190,7 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
         for job, result in zip(jobs, results, strict=True):
             if (job[0].id, job[1]) not in self.run.rollouts.done:  # A resumed run does them again.
                 self.run.rollouts.write(result if isinstance(result, Failure) else self._line(job[0], result))
+        self._learning.enter_context(self.display.phase(f"step {step + 1}: learning"))
         rows = [_row(result, self.run.sampled.trainable.tokenizer.eos_token_id) for result in results]
         return {name: [row[name] for row in rows] for name in rows[0]}
 
@@ -285,6 +288,7 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._learning.close()
         began = time.monotonic()
         with self.display.phase(f"step {state.global_step}: publishing"):
             self.run.sampled.publish(state.global_step)
