@@ -1,7 +1,7 @@
 """What came of a training: success, reward and match rates over its steps, as a table, JSON and a figure.
 
-    obsspec train benchmarks/results/training.toml --output runs/training
-    python benchmarks/training.py runs/training --json benchmarks/results/training.json --figure docs/training.svg
+    obsspec train benchmarks/training.toml --output runs/training
+    python benchmarks/training.py runs/training --json training.json --figure training.svg
 
 The co-trained world model's match rate is the service's own: of the last 200 observations of which it foretold a sample
 before it trained on them, read after each step. Beside it is that of the world model with which the co-training began,

@@ -124,7 +124,7 @@ class OptimizationSettings:
     """What becomes of the rollouts."""
 
     steps: Annotated[int, Ge(1), Doc("Of the optimizer, each with rollouts of its own.")] = 40
-    learning_rate: Annotated[float, Gt(0), Le(1), Doc("Of AdamW.")] = 0.0001
+    learning_rate: Annotated[float, Gt(0), Le(1), Doc("Of AdamW.")] = 5e-5
     rows: Annotated[int, Ge(1), Doc("Rollouts in one pass through the model; more want more memory.")] = 1
     threads: Annotated[
         int | None,
