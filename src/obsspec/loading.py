@@ -60,7 +60,7 @@ class Models:
         """
         open_policy: OpenPolicy
         if servers.policy is None:
-            network, tokenizer = _load(plan.policy, "policy", plan.precision)
+            network, tokenizer = load(plan.policy, "policy", plan.precision)
             open_policy = partial(_in_process, network)
         else:
             remedy = f"give --tokenizer the one of the model at {servers.policy}"
@@ -96,7 +96,7 @@ def _world_model(plan: Plan, servers: Servers) -> tuple[OpenWorldModel, WorldMod
     if servers.world_model is None:
         root = Path(plan.world_model)
         version = current_version(root)
-        network, tokenizer = _load(plan.world_model, "world_model", plan.precision)
+        network, tokenizer = load(plan.world_model, "world_model", plan.precision)
         if version is None:
             open_world_model = partial(_in_process, network, Seats(1))
         else:
@@ -148,7 +148,7 @@ async def _following(root: Path, version: Version, network: Network, precision: 
             try:
                 newest = current_version(root)
                 if newest is not None and newest.number != known.number:
-                    network, _ = await anyio.to_thread.run_sync(_load, str(root), "world_model", precision)
+                    network, _ = await anyio.to_thread.run_sync(load, str(root), "world_model", precision)
                     policy.replace(network)
                     known = newest
             except Exception as error:  # It may have gone while it was read, or be damaged. The one before does.
@@ -189,7 +189,11 @@ def training_start(name: str, output: Path) -> tuple[str, str | None]:
     )
 
 
-def _load(name: str, role: str, precision: Precision) -> tuple[Network, PreTrainedTokenizerBase]:
+def load(name: str, role: str, precision: Precision) -> tuple[Network, PreTrainedTokenizerBase]:
+    """A model for this process, named as in a plan. ``role``: ``policy`` or ``world_model``.
+
+    Raises InputError for what is not there.
+    """
     with held_back():
         from obsspec.policies.networks import load_network
 

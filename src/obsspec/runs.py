@@ -113,7 +113,7 @@ def find_models(plan: Plan) -> tuple[Plan, Servers]:
 
     Raises InputError where a server cannot be reached or does not have the model.
     """
-    on_server = _is_url(plan.policy), _is_url(plan.world_model)
+    on_server = is_url(plan.policy), is_url(plan.world_model)
     if not on_server[0] and (plan.model or plan.tokenizer):
         raise InputError(f"--policy {plan.policy}: is no URL of a server, and --model and --tokenizer are for those")
     if not on_server[1] and plan.world_model_name:
@@ -139,7 +139,8 @@ def find_models(plan: Plan) -> tuple[Plan, Servers]:
     return plan, servers
 
 
-def _is_url(name: str) -> bool:
+def is_url(name: str) -> bool:
+    """Whether a model, or a place for transitions, is named by the URL of a server."""
     return name.startswith(("http://", "https://"))
 
 
@@ -224,7 +225,7 @@ def _recording(environment: OpenEnvironment, where: str | None) -> Iterator[Open
     """The environment, with each command that it executes added to a store or sent to a URL, if there is one."""
     if where is None:
         yield environment
-    elif _is_url(where):
+    elif is_url(where):
         from obsspec.training.posting import PostedTransitions
 
         with PostedTransitions.open(where) as posted:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
@@ -80,19 +79,19 @@ class LocalPolicy:
                 piece = unread[-1]
                 while finish is None:
                     uniform = _uniform(request.seed, request.turn, len(sampled))
-                    chunk = await seat.run(_next, prefix, piece, network, request, uniform)
-                    emit(replace(chunk, weight_version=version))
+                    chunk = await seat.run(_next, prefix, piece, network, version, request, uniform)
+                    emit(chunk)
                     sampled += chunk.tokens
                     piece = chunk.tokens
                     finish = finish_of(sampled, request.stop, request.max_tokens)
         return finish
 
 
-def _next(prefix: _Prefix, piece: Tokens, network: Network, request: Request, uniform: float) -> Chunk:
+def _next(prefix: _Prefix, piece: Tokens, network: Network, version: int, request: Request, uniform: float) -> Chunk:
     logits = prefix.read(piece, network)
     token, logprob = draw(logits, request.sampling, uniform)
     runners_up = (runner_up(logits, token),) if request.wants_runners_up else ()
-    return Chunk((token,), (logprob,), runners_up=runners_up)
+    return Chunk((token,), (logprob,), version, runners_up)
 
 
 def pieces(context: Context) -> list[Tokens]:

@@ -7,7 +7,7 @@ Rollouts that broke are in ``failures.jsonl``.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -204,9 +204,14 @@ def _check_resumable(path: Path, settings: dict[str, Any], resume: bool) -> None
     before = read_settings(path)
     if not resume:
         raise InputError(f"--output {path}: holds a run already; add --resume or choose another directory")
-    for name in sorted(before.keys() | settings.keys()):
-        if before.get(name) != settings.get(name):
+    check_same(path / _SETTINGS, before, settings)
+
+
+def check_same(file: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises InputError where what a run is asked to go on with is not what ``file`` says it began with."""
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
             raise InputError(
-                f"--resume: {path / _SETTINGS} has {name} = {before.get(name)!r}, now it is {settings.get(name)!r};"
+                f"--resume: {file} has {name} = {before.get(name)!r}, now it is {now.get(name)!r};"
                 " use the same settings or choose another directory"
             )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -33,6 +33,33 @@ Jobs = Sequence[tuple[Task, int]]
 """Tasks, each with the seed of a rollout."""
 
 
+class _Work(Generic[Result]):
+    """Something that runs in the event loop."""
+
+    def __init__(self, portal: BlockingPortal, work: Callable[[], Awaitable[Result]]) -> None:
+        self._ended = threading.Event()
+        self._future = portal.start_task_soon(self._run, work)
+
+    async def _run(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        try:
+            return await work()
+        finally:
+            self._ended.set()
+
+    def result(self) -> Result:
+        """What it returns. Interrupted, it is cancelled."""
+        try:
+            return self._future.result()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """It has ended when this returns."""
+        self._future.cancel()
+        self._ended.wait()
+
+
 class Collection:
     """Runs rollouts when it is told to: those of one step after the other, some steps before they are wanted."""
 
@@ -46,7 +73,7 @@ class Collection:
         settings = replace(speculator.settings, depth=0)
         self._sequential = Speculator(speculator.policy, speculator.chat, None, settings, speculator.seats)
         self._ahead = ahead
-        self._steps: dict[int, Future[Any]] = {}
+        self._steps: dict[int, _Work[Any]] = {}
         """Those that were begun and not taken."""
         self._one_at_a_time = anyio.Lock()
 
@@ -81,22 +108,7 @@ class Collection:
 
     def call(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """What ``work`` returns, in the event loop. Interrupted, it is cancelled, and has ended before this returns."""
-        ended = threading.Event()
-
-        async def run() -> Result:
-            try:
-                return await work()
-            finally:
-                ended.set()
-
-        future = self._portal.start_task_soon(run)
-        try:
-            return future.result()
-        except BaseException:
-            if not future.done():
-                future.cancel()
-                ended.wait()
-            raise
+        return _Work(self._portal, work).result()
 
     def take(self, step: int, last: int, collect: Callable[[int], Awaitable[Result]]) -> Result:
         """What ``collect(step)`` returns.
@@ -107,7 +119,7 @@ class Collection:
         """
         for each in range(step, min(step + self._ahead, last) + 1):
             if each not in self._steps:
-                self._steps[each] = self._portal.start_task_soon(self._in_turn, collect, each)
+                self._steps[each] = _Work(self._portal, partial(self._in_turn, collect, each))
         result: Result = self._steps[step].result()
         del self._steps[step]
         return result

@@ -46,7 +46,7 @@ from obsspec.errors import InputError, writing
 from obsspec.gate import ExpectedValue
 from obsspec.hub import quiet
 from obsspec.loading import base_and_adapter
-from obsspec.reports.records import RunDirectory, TrajectoryLine, line_of, open_run
+from obsspec.reports.records import RunDirectory, TrajectoryLine, check_same, line_of, open_run
 from obsspec.reports.training import (
     Display,
     EvaluationRecord,
@@ -75,28 +75,15 @@ _MOST_SKIPPED = 3
 """Steps in a row whose gradients are no numbers."""
 _SEEDS = 1_000_000_000
 """So many rollouts have seeds of their own for each seed of a run."""
-_OURS = (
-    "output_dir",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "num_generations",
-    "temperature",
-    "learning_rate",
-    "max_steps",
-    "seed",
+_RELIED_ON = (
     "use_vllm",
-    "save_strategy",
-    "save_steps",
-    "logging_steps",
-    "report_to",
     "steps_per_generation",
     "generation_batch_size",
     "eval_strategy",
-    "shuffle_dataset",
     "num_train_epochs",
     "num_iterations",
 )
-"""What `TrainingSettings` says, or the loop relies on, and ``[trl]`` may not."""
+"""Of TRL's settings, those that have to stay as they are."""
 
 
 def train(settings: TrainingSettings, output: Path, resume: bool, notes: Console) -> None:
@@ -184,28 +171,28 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
         """TRL's ``rollout_func``. A prompt is a task's id: what the policy reads is the chat's affair."""
         began, step = time.monotonic(), trainer.state.global_step
         collection, last = self.run.sampled.collection, self.run.settings.optimization.steps - 1
-        jobs, results, self._figures = collection.take(step, last, self._step)
+        results, self._figures = collection.take(step, last, self._step)
         self._waited = time.monotonic() - began
-        assert [task.id for task, _ in jobs] == list(prompts)
-        for job, result in zip(jobs, results, strict=True):
-            if (job[0].id, job[1]) not in self.run.rollouts.done:  # A resumed run does them again.
-                self.run.rollouts.write(result if isinstance(result, Failure) else self._line(job[0], result))
+        assert [result.task for result in results] == list(prompts)
+        for result in results:
+            if (result.task, result.seed) not in self.run.rollouts.done:  # A resumed run does them again.
+                self.run.rollouts.write(result)
         self._learning.enter_context(self.display.phase(f"step {step + 1}: learning"))
         rows = [_row(result, self.run.sampled.trainable.tokenizer.eos_token_id) for result in results]
         return {name: [row[name] for row in rows] for name in rows[0]}
 
-    async def _step(self, step: int) -> tuple[Jobs, list[Trajectory | Failure], RolloutFigures]:
+    async def _step(self, step: int) -> tuple[list[TrajectoryLine | Failure], RolloutFigures]:
         """The rollouts of a step, from 0."""
         settings = self.run.settings
         each, group = settings.rollouts.tasks_per_step, settings.rollouts.group
         tasks = [task for task in self.stream[step * each : (step + 1) * each] for _ in range(group)]
         first = settings.optimization.seed * _SEEDS + step * len(tasks)
         jobs = [(task, first + place) for place, task in enumerate(tasks)]
-        return jobs, *await self._rollouts(f"step {step + 1}: rollouts", jobs, speculating=True)
+        return await self._rollouts(f"step {step + 1}: rollouts", jobs, speculating=True)
 
     async def _rollouts(
         self, what: str, jobs: Jobs, speculating: bool
-    ) -> tuple[list[Trajectory | Failure], RolloutFigures]:
+    ) -> tuple[list[TrajectoryLine | Failure], RolloutFigures]:
         """Of every job, those that break tried again. Raises InputError where all of them break."""
         rollouts, sampled = self.run.settings.rollouts, self.run.sampled
         # What held-out tasks print teaches no world model.
@@ -227,20 +214,20 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
                 results.update(zip(places, came, strict=True))
                 if all(isinstance(result, Trajectory) for result in results.values()):
                     break
-        ordered = [results[place] for place in range(len(jobs))]
+        seconds = time.monotonic() - began
+        text = sampled.collection.chat.text
+        came = [results[place] for place in range(len(jobs))]
+        ordered = [
+            result if isinstance(result, Failure) else line_of(result, task.instruction, text)
+            for (task, _), result in zip(jobs, came, strict=True)
+        ]
         failures = [result for result in ordered if isinstance(result, Failure)]
         for failure in failures:
             self.run.notes.print(f"left out: {failure.task} seed {failure.seed} broke: {failure.error}", soft_wrap=True)
         if len(failures) == len(jobs):
             raise InputError(f"every rollout broke, the first with: {failures[0].error}; mend that and --resume")
-        lines = [
-            self._line(job[0], each) for job, each in zip(jobs, ordered, strict=True) if isinstance(each, Trajectory)
-        ]
-        seconds = time.monotonic() - began
+        lines = [result for result in ordered if isinstance(result, TrajectoryLine)]
         return ordered, rollout_figures(lines, len(failures), seconds, rollouts.concurrency)
-
-    def _line(self, task: Task, trajectory: Trajectory) -> TrajectoryLine:
-        return line_of(trajectory, task.instruction, self.run.sampled.collection.chat.text)
 
     def rewards(
         self,
@@ -382,12 +369,7 @@ class _Trainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
             super()._save_checkpoint(model, trial)
             self.loop.save(directory)
             (directory / _COMPLETE).touch()
-        except (
-            OSError,
-            RuntimeError,
-            SafetensorError,
-            InputError,
-        ) as error:  # What PyTorch and others call a full disk.
+        except (OSError, RuntimeError, SafetensorError, InputError) as error:  # All of them are words for a full disk.
             shutil.rmtree(directory, ignore_errors=True)
             reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
             raise InputError(
@@ -400,14 +382,6 @@ class _Trainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
 def _config(settings: TrainingSettings, output: Path) -> GRPOConfig:
     """TRL's settings. Raises InputError for what ``[trl]`` may not say."""
     optimization, rollouts = settings.optimization, settings.rollouts
-    known = {field.name for field in dataclasses.fields(GRPOConfig)}
-    for name in settings.trl:
-        if name in _OURS:
-            raise InputError(f"[trl] {name}: is set by the other sections; leave it out here")
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise InputError(f"[trl] {name}: TRL's GRPOConfig has no such key{hint}")
     chosen: dict[str, Any] = {
         "output_dir": str(output / "checkpoints"),
         "per_device_train_batch_size": optimization.rows,
@@ -423,6 +397,14 @@ def _config(settings: TrainingSettings, output: Path) -> GRPOConfig:
         "report_to": [name for name in optimization.report_to if name != "tensorboard"],
         "shuffle_dataset": False,  # The stream is.
     }
+    known = {field.name for field in dataclasses.fields(GRPOConfig)}
+    for name in settings.trl:
+        if name in chosen or name in _RELIED_ON:
+            raise InputError(f"[trl] {name}: is set by the other sections; leave it out here")
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise InputError(f"[trl] {name}: TRL's GRPOConfig has no such key{hint}")
     defaults: dict[str, Any] = {
         "lr_scheduler_type": "constant",
         "max_completion_length": rollouts.max_context,
@@ -480,17 +462,16 @@ def _free_cores(settings: TrainingSettings) -> int:
     return max(1, len(os.sched_getaffinity(0)) - settings.speculation.cotrain)
 
 
-def _row(result: Trajectory | Failure, end: int) -> dict[str, Any]:
+def _row(result: TrajectoryLine | Failure, end: int) -> dict[str, Any]:
     """What TRL learns from a rollout. One that broke is a token that is not learned."""
     if isinstance(result, Failure):
         return {"prompt_ids": [end], "completion_ids": [end], "logprobs": [0.0], "env_mask": [0], "reward": None}
-    context = result.context
-    first = context.mask.index(True)
+    first = result.mask.index(1)
     return {
-        "prompt_ids": list(context.tokens[:first]),
-        "completion_ids": list(context.tokens[first:]),
-        "logprobs": list(context.logprobs[first:]),
-        "env_mask": [int(sampled) for sampled in context.mask[first:]],
+        "prompt_ids": result.tokens[:first],
+        "completion_ids": result.tokens[first:],
+        "logprobs": result.logprobs[first:],
+        "env_mask": result.mask[first:],
         "reward": result.reward,
     }
 
@@ -519,7 +500,7 @@ def _number(value: float | None) -> float | None:
 
 def newest_checkpoint(output: Path) -> Path | None:
     """The last one that is whole."""
-    return max(_checkpoints(output / "checkpoints"), key=_step_of, default=None)
+    return next(reversed(_checkpoints(output / "checkpoints")), None)
 
 
 def _checkpoints(root: Path) -> list[Path]:
@@ -565,10 +546,4 @@ def _check_resumable(output: Path, settings: TrainingSettings, resume: bool) -> 
         before = _decisive(read_settings(file, {}))
     except InputError:
         raise InputError(f"{file}: is not what `obsspec train` wrote; choose another directory") from None
-    now = _decisive(settings)
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) != now.get(name):
-            raise InputError(
-                f"--resume: {file} has {name} = {before.get(name)!r}, now it is {now.get(name)!r}; use the same, or "
-                "choose another directory"
-            )
+    check_same(file, before, _decisive(settings))

@@ -16,10 +16,9 @@ import torch
 from obsspec.budget import Seats
 from obsspec.errors import InputError
 from obsspec.gate import ExpectedValue
-from obsspec.loading import Models, base_and_adapter
+from obsspec.loading import Models, load
 from obsspec.policies.http import Server
 from obsspec.policies.local import LocalPolicy
-from obsspec.policies.networks import load_network
 from obsspec.policies.versions import versioned
 from obsspec.policies.vllm import VllmPolicy
 from obsspec.runs import find_models
@@ -90,8 +89,7 @@ class SampledPolicy:
         self._version = publish_version(self._directory, self.trainable.base, write, {"step": step})
         policy = self.collection.policy
         if isinstance(policy, LocalPolicy):
-            name = str(self._version.directory)
-            network, _ = load_network(*base_and_adapter(name, "policy"), self._settings.precision)
+            network, _ = load(str(self._version.directory), "policy", self._settings.precision)
             policy.replace(network, step)
         elif isinstance(policy, VllmPolicy):
             self.collection.call(self.bring_back)

@@ -10,8 +10,9 @@ import dataclasses
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
@@ -195,13 +196,16 @@ class Key(NamedTuple):
     description: str
 
 
-def keys() -> Iterator[Key]:
+@cache
+def keys() -> tuple[Key, ...]:
     """Every setting but those of ``[trl]``, which are TRL's."""
+    found = []
     for section, settings in _SECTIONS.items():
         hints = get_type_hints(settings, include_extras=True)
         for each in dataclasses.fields(settings):
             kind, *_, described = get_args(hints[each.name])
-            yield Key(section, each.name, kind, each.default, described.documentation)
+            found.append(Key(section, each.name, kind, each.default, described.documentation))
+    return tuple(found)
 
 
 _SECTIONS: dict[str, Any] = {
@@ -261,6 +265,7 @@ def _check_keys(said: Iterable[str], known: list[str], where: str, sections: Map
 
 def parse_all(settings: TrainingSettings) -> tuple[list[Task], list[Task]]:
     """The tasks to learn on and those to be evaluated on. Raises InputError for settings that cannot be carried out."""
+    from obsspec.runs import is_url
     from obsspec.tasks import parse_tasks
 
     plan = settings.plan()
@@ -274,7 +279,7 @@ def parse_all(settings: TrainingSettings) -> tuple[list[Task], list[Task]]:
         raise InputError(
             f"tasks: {len(tasks)} are fewer than tasks_per_step = {settings.rollouts.tasks_per_step}; give more"
         )
-    if settings.speculation.cotrain and settings.speculation.world_model.startswith(("http://", "https://")):
+    if settings.speculation.cotrain and is_url(settings.speculation.world_model):
         raise InputError(
             "cotrain: a world model on a server is trained by `obsspec world-model serve --vllm URL`; leave cotrain out"
         )
