@@ -487,8 +487,13 @@ def distributions(
 
 
 @contextmanager
-def serving(model: Path, seats: int, core: int, notes: Console, block: int = BLOCK) -> Iterator[str]:
-    """The URL of a vLLM server on one core, which ends with the block. ``block``: tokens in one of its cache's."""
+def serving(
+    model: Path, seats: int, core: int, notes: Console, block: int = BLOCK, options: Sequence[str] = ()
+) -> Iterator[str]:
+    """The URL of a vLLM server on one core, which ends with the block.
+
+    ``block``: tokens in one of its cache's. ``options``: more of its command's.
+    """
     if not PYTHON.exists():
         sys.exit(f"{PYTHON} is missing: run scripts/vllm_environment.sh {PYTHON.parents[1]}")
     with socket.socket() as free:
@@ -501,6 +506,7 @@ def serving(model: Path, seats: int, core: int, notes: Console, block: int = BLO
         *("--scheduling-policy", "priority", "--logprobs-mode", "processed_logprobs"),
         # vLLM 0.32 on the CPU breaks on the first part of a seeded request that it reads in parts.
         *("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(4 * MAX_CONTEXT)),
+        *options,
     ]
     settings = {
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache

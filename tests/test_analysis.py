@@ -117,6 +117,65 @@ OPENAI = [
     calling(b="mkdir d"),
     answering("b", ""),
 ]
+OLD_OPENAI = [
+    {"role": "user", "content": "Fix it."},
+    {"role": "assistant", "function_call": {"name": "bash", "arguments": json.dumps({"command": COMMAND})}},
+    {"role": "function", "name": "bash", "content": OUTPUT},
+    {"role": "assistant", "function_call": {"name": "bash", "arguments": '{"command": "mkdir d"}'}},
+    {"role": "function", "name": "bash", "content": ""},
+]
+RESPONSES = [
+    {"role": "user", "content": [{"type": "input_text", "text": "Fix it."}]},
+    {"type": "reasoning", "id": "r", "summary": []},
+    {
+        "type": "function_call",
+        "call_id": "a",
+        "name": "shell",
+        "arguments": json.dumps({"command": ["sh", "-c", COMMAND]}),
+    },
+    {"type": "function_call_output", "call_id": "a", "output": OUTPUT},
+    {"type": "local_shell_call", "call_id": "b", "action": {"type": "exec", "command": ["mkdir", "d"]}},
+    {"type": "local_shell_call_output", "call_id": "b", "output": ""},
+]
+CODEX = [
+    {"timestamp": "2026-01-01T00:00:00Z", "type": "session_meta", "payload": {"id": "s"}},
+    *(
+        {"timestamp": f"2026-01-01T00:00:0{second}.{part}Z", "type": "response_item", "payload": payload}
+        for (second, part), payload in zip(((0, 0), (1, 0), (3, 0), (5, 0), (6, 0), (6, 5)), RESPONSES, strict=True)
+    ),
+    {"timestamp": "2026-01-01T00:00:09Z", "type": "event_msg", "payload": {"type": "token_count"}},
+]
+ANTHROPIC = [
+    {"role": "user", "content": "Fix it."},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "a", "name": "bash", "input": {"command": COMMAND, "description": "Look"}},
+        ],
+    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": OUTPUT, "is_error": True}]},
+    {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "b", "name": "bash", "input": {"command": "mkdir d"}}],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": ""}]},
+            {"type": "text", "text": "Go on."},
+        ],
+    },
+]
+CLAUDE_CODE = [
+    {"type": "summary", "summary": "Before", "sessionId": "s"},
+    {"type": "user", "isMeta": True, "message": {"role": "user", "content": "Caveat"}},
+    *(
+        {"type": message["role"], "sessionId": "s", "timestamp": f"2026-01-01T00:00:0{time}Z", "message": message}
+        for time, message in zip(("0", "3", "5", "6", "6.5"), ANTHROPIC, strict=True)
+    ),
+    {"type": "assistant", "isSidechain": True, "message": calling(z="rm -r /")},
+]
 STEPS = [
     {"task": "a", "command": COMMAND, "output": f"{OUTPUT}\n", "exit_code": 1, "seconds": 2, "generation_seconds": 3},
     {"task": "a", "command": "mkdir d", "output": "", "seconds": 0.5},
@@ -148,6 +207,16 @@ FAILED, FINE, SILENT = f"{OUTPUT}\n[exit code 1]", OUTPUT, "(no output)"
         ("job/fix__aB3/agent/trajectory.json", json.dumps(ATIF), FINE, "fix", [None, None], [None, None], None),
         ("chat.jsonl", lines(OPENAI), FINE, "Fix it.", [None, None], [None, None], None),
         ("chats.jsonl", lines([{"messages": OPENAI}]), FINE, "Fix it.", [None, None], [None, None], None),
+        ("old.jsonl", lines(OLD_OPENAI), FINE, "Fix it.", [None, None], [None, None], None),
+        ("items.jsonl", lines(RESPONSES), FINE, "Fix it.", [None, None], [None, None], None),
+        (
+            "response.json",
+            json.dumps({"input": "Fix it.", "output": RESPONSES[1:]}),
+            *(FINE, "Fix it.", [None, None], [None, None], None),
+        ),
+        ("rollout-1.jsonl", lines(CODEX), FINE, "Fix it.", [2, 0.5], [3, 1], None),
+        ("chat.json", json.dumps({"messages": ANTHROPIC}), FINE, "Fix it.", [None, None], [None, None], None),
+        ("session.jsonl", lines(CLAUDE_CODE), FINE, "Fix it.", [2, 0.5], [3, 1], None),
         ("steps.json", json.dumps(STEPS), FAILED, "a", [2, 0.5], [3, None], None),
         ("chat.json", json.dumps(OPENAI), FINE, "Fix it.", [None, None], [None, None], None),
         ("steps.jsonl", lines(STEPS), FAILED, "a", [2, 0.5], [3, None], None),
@@ -224,6 +293,16 @@ def test_several_calls_of_one_message_are_one_step_however_they_are_answered(tmp
         {"role": "assistant", "content": "Try\n```bash\nmake test\n```", "timestamp": 109},
     )
     assert rollout == LoggedRollout("t", (LoggedStep("pwd\nls", "/\nx y", 2.0, 3.0),), 4.0)
+
+
+def test_calls_that_are_items_of_their_own_are_one_step(tmp_path: Path) -> None:
+    calls = [
+        {"type": "function_call", "call_id": key, "name": "shell", "arguments": json.dumps({"command": command})}
+        for key, command in (("a", "pwd"), ("b", "ls"))
+    ]
+    answers = [{"type": "function_call_output", "call_id": key, "output": key} for key in "ba"]
+    (step,) = conversation(tmp_path, {"role": "user", "content": "Fix it."}, *calls, *answers).steps
+    assert (step.command, step.observation) == ("pwd\nls", "a\nb")
 
 
 def test_a_call_that_nobody_answers_is_the_last_generation(tmp_path: Path) -> None:

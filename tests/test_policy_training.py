@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -179,6 +180,32 @@ def test_what_trl_does_not_take_is_said_before_anything_is_loaded(
     with pytest.raises(InputError, match=refusal):
         train(chosen, tmp_path / "run", False, QUIET)
     assert not (tmp_path / "run").exists()
+
+
+def test_groups_that_are_all_alike_cost_no_passes_and_change_nothing(
+    actor: str, tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = tmp_path / "tasks" / "never"
+    copytree(Path(tasks) / "one", never.with_name("one"))
+    copytree(Path(tasks) / "one", never)
+    (never / "tests" / "test.sh").write_text("echo 0 > /logs/verifier/reward.txt\n")
+    passes: Counter[str] = Counter()
+    loss = policy_training.GRPOTrainer.compute_loss
+
+    def counted(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        passes[trainer.args.output_dir] += 1
+        return loss(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(policy_training.GRPOTrainer, "compute_loss", counted)
+    norms = []
+    for name, rows in (("each", 1), ("together", 8)):
+        run = tmp_path / name
+        train(settings(actor, str(never.parent), steps=1, rows=rows, seed=1), run, False, QUIET)
+        (step,) = read_records(run / "steps.jsonl")
+        assert 0 < step["rollouts"]["solved"] < 4
+        norms.append(step["trl"]["grad_norm"])
+    assert [*passes.values()] == [4, 1]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
 def test_padding_is_cut_and_nothing_else() -> None:

@@ -570,9 +570,9 @@ def analyze(
         list[Path],
         typer.Argument(
             help="Files, gzipped or not, or directories of them: mini-swe-agent and SWE-agent trajectories, Harbor job "
-            "folders (ATIF), OpenAI messages as JSON lines, what `obsspec rollout` wrote, or JSON lines with "
-            "`command`, `output` and, where known, `task`, `rollout`, `exit_code`, `seconds` and `generation_seconds`. "
-            "What each is is told by its content."
+            "folders (ATIF), messages of OpenAI's and Anthropic's interfaces, sessions of Codex and Claude Code, what "
+            "`obsspec rollout` wrote, or JSON lines with `command`, `output` and, where known, `task`, `rollout`, "
+            "`exit_code`, `seconds` and `generation_seconds`. What each is is told by its content."
         ),
     ],
     directory: Annotated[

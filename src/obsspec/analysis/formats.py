@@ -18,15 +18,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from obsspec.analysis.messages import chat_messages, joined
 from obsspec.errors import InputError
 from obsspec.predictors.harness import SANDBOX
 
 Json = dict[str, Any]
 
 FORMATS = (
-    "mini-swe-agent trajectories, SWE-agent .traj files, ATIF (Harbor job folders), JSON lines of OpenAI messages, "
-    "trajectories.jsonl of `obsspec rollout`, and JSON lines with command and output (and task, rollout, exit_code, "
-    "seconds, generation_seconds)"
+    "mini-swe-agent trajectories, SWE-agent .traj files, ATIF (Harbor job folders), messages of OpenAI's and "
+    "Anthropic's interfaces, sessions of Codex and Claude Code, trajectories.jsonl of `obsspec rollout`, and JSON "
+    "lines with command and output (and task, rollout, exit_code, seconds, generation_seconds)"
 )
 
 
@@ -73,6 +74,10 @@ class Log:
 
 class _UnreadableError(Exception):
     """Why something is not what it should be."""
+
+
+_MALFORMED = (LookupError, TypeError, AttributeError)
+"""What JSON raises that lacks a field, or has another kind of it."""
 
 
 def read_log(*paths: Path) -> Log:
@@ -157,17 +162,26 @@ def _read_rows(file: Path, content: Iterable[tuple[str, Any]], log: Log, named: 
     for place, row in content:
         if not isinstance(row, dict):
             bad.append(f"{file}, {place}: not a JSON object")
-        elif (reader := _reader(row)) or "role" in row or "command" in row:
-            kind: _RowKind = "document" if reader else "message" if "role" in row else "step"
-            rows.append(_Row(f"{file}, {place}", row, kind, reader))
+        elif reader := _reader(row):
+            rows.append(_Row(f"{file}, {place}", row, "document", reader))
+        elif "command" in row and "role" not in row:
+            rows.append(_Row(f"{file}, {place}", row, "step"))
         else:
-            bad.append(f"{file}, {place}: has neither messages nor command and output")
+            try:
+                messages = chat_messages(row)
+            except _MALFORMED as error:
+                bad.append(f"{file}, {place}: a field is missing or of another kind: {error}")
+                continue
+            if messages is None:
+                bad.append(f"{file}, {place}: has neither messages nor command and output")
+            elif messages:
+                rows.append(_Row(f"{file}, {place}", row, "message"))
     if rows or named:
         log.skipped += bad
     for kind, group in groupby(rows, key=lambda row: row.kind):
         if kind == "message":
-            for messages in _conversations(row.content for row in group):
-                _add(log, str(file), _OPENAI, {"messages": messages}, _task({"messages": messages}, file))
+            for messages in _conversations(joined(row.content for row in group)):
+                _add(log, str(file), _MESSAGES, {"messages": messages}, _task({"messages": messages}, file))
         elif kind == "step":
             _add_steps(log, group)
         else:
@@ -204,14 +218,14 @@ class _Row:
     where: str
     content: Json
     kind: _RowKind
-    reader: _Reader | None
+    reader: _Reader | None = None
     """Of a document."""
 
 
 def _add(log: Log, where: str, reader: _Reader, document: Json, task: str) -> None:
     try:
         rollout = _rollout(task, reader.steps(document))
-    except (_UnreadableError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (_UnreadableError, ValueError, *_MALFORMED) as error:
         reason = (
             str(error) if isinstance(error, _UnreadableError) else f"a field is missing or of another kind: {error}"
         )
@@ -272,8 +286,12 @@ def _task(document: Json, file: Path) -> str:
                 return str(content[key])
     if file.name.startswith("trajectory.") and file.parent.name == "agent":
         return file.parents[1].name.rpartition("__")[0] or file.parents[1].name  # Harbor: TASK__TRIAL/agent/
-    for name, who, what in (("messages", "role", "content"), ("steps", "source", "message")):
-        messages = document.get(name)
+    for name, who, what in (
+        ("messages", "role", "content"),
+        ("input", "role", "content"),
+        ("steps", "source", "message"),
+    ):
+        messages = _said(document.get(name))
         for message in messages if isinstance(messages, list) else ():
             if isinstance(message, dict) and message.get(who) == "user":
                 return _text(message.get(what))
@@ -350,12 +368,12 @@ def _writable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-# OpenAI messages, of which mini-swe-agent's trajectories are made as well.
+# Messages, of which mini-swe-agent's trajectories are made as well.
 
 
 def _messages(document: Json) -> Iterator[LoggedStep | float]:
     """Several calls in one message are one step: the policy goes on when all have been answered."""
-    messages = document["messages"]
+    messages = joined(document["messages"])
     called = [_calls(message) for message in messages]
     calls_tools = any(called)
     asked: dict[str, str] = {}
@@ -402,7 +420,19 @@ def _turn(
         yield generating
 
 
-_OPENAI = _Reader("OpenAI messages", _messages)
+_MESSAGES = _Reader("messages", _messages)
+
+
+def _response(document: Json) -> Iterator[LoggedStep | float]:
+    return _messages({"messages": [*_said(document.get("input")), *document["output"]]})
+
+
+def _said(given: Any) -> list[Any]:
+    """What a request for a response gave: items, or the user's text alone."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+
+
+_RESPONSE = _Reader("OpenAI responses", _response)
 
 
 def _calls(message: Json) -> dict[str, str]:
@@ -544,8 +574,10 @@ def _reader(document: Json) -> _Reader | None:
         return _ATIF
     if isinstance(document.get("messages"), list):
         if str(document.get("trajectory_format", "")).startswith("mini-swe-agent"):
-            return replace(_OPENAI, name="mini-swe-agent")
-        return _OPENAI
+            return replace(_MESSAGES, name="mini-swe-agent")
+        return _MESSAGES
+    if isinstance(document.get("output"), list) and "command" not in document:
+        return _RESPONSE
     return None
 
 

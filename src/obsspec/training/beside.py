@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from obsspec.training.versions import current_version
 
 _END_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
+_NICENESS = 19
+"""It takes what time the policy leaves of the cores, as it does while tools run. With equal rights to them both crawl:
+threads of PyTorch wait for one another, busily, and so for whichever has no core just then."""
 _PR_SET_PDEATHSIG = 1
 """From Linux's prctl.h: what a process is sent when its parent dies."""
 
@@ -91,13 +95,14 @@ def _started(command: list[str], log: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
-            start_new_session=True,
-            preexec_fn=_ended_with_parent,
+            process_group=0,  # Not a session: Linux may share cores out by session, then niceness counts within one.
+            preexec_fn=_beside,
         )
 
 
 _LIBC = ctypes.CDLL(None)
 
 
-def _ended_with_parent() -> None:
+def _beside() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    os.nice(_NICENESS)

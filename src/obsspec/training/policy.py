@@ -106,7 +106,6 @@ def train(settings: TrainingSettings, output: Path, resume: bool, notes: Console
         last = newest_checkpoint(output)
         gate = ExpectedValue.load(last / "gate.json") if last else ExpectedValue()
         with notes.status("loading the models"), quiet():
-            torch.set_num_threads(settings.optimization.threads or _free_cores(settings))
             rank = None if settings.policy.full else settings.policy.rank
             base, adapter = base_and_adapter(settings.policy.policy, "policy")
             trainable = load_trainable(base, Recipe(rank=rank, seed=settings.optimization.seed), adapter)
@@ -178,6 +177,8 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
             if (result.task, result.seed) not in self.run.rollouts.done:  # A resumed run does them again.
                 self.run.rollouts.write(result)
         self._learning.enter_context(self.display.phase(f"step {step + 1}: learning"))
+        # Rollouts in this process have set it to one, which some of PyTorch's libraries take for all threads.
+        torch.set_num_threads(_threads(self.run.settings))
         rows = [_row(result, self.run.sampled.trainable.tokenizer.eos_token_id) for result in results]
         return {name: [row[name] for row in rows] for name in rows[0]}
 
@@ -356,6 +357,10 @@ class _Trainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
         return batch
 
     def compute_loss(self, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        more_than_advantages = self.beta or self._entropy_bonus_enabled or self.aux_loss_enabled
+        if not more_than_advantages and not inputs["advantages"].any():
+            # Of groups that all solved or all failed: the passes through the model would end in gradients of zero.
+            return 0.0 * sum(weight.sum() for weight in model.parameters() if weight.requires_grad)
         return super().compute_loss(model, _trimmed(inputs), *args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -457,9 +462,10 @@ def _trackers(names: Sequence[str], output: Path) -> list[TrainerCallback]:
     return [TensorBoardCallback(SummaryWriter(str(output / "tensorboard")))]
 
 
-def _free_cores(settings: TrainingSettings) -> int:
-    # With more busy threads than cores PyTorch waits for itself: it falls to a tenth.
-    return max(1, len(os.sched_getaffinity(0)) - settings.speculation.cotrain)
+def _threads(settings: TrainingSettings) -> int:
+    """For learning."""
+    collecting = settings.rollouts.ahead > 0 and not settings.policy.server
+    return settings.optimization.threads or (1 if collecting else len(os.sched_getaffinity(0)))
 
 
 def _row(result: TrajectoryLine | Failure, end: int) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class OptimizationSettings:
         int | None,
         Ge(1),
         Le(1024),
-        Doc("For the passes, on CPUs. By default one for each core, less the one that co-training takes."),
+        Doc("For the passes, on CPUs. By default one for each core, but 1 where rollouts run here meanwhile."),
     ] = None
     seed: Annotated[int, Ge(0), Lt(2**31), Doc("Of the weights, the order of the tasks and the sampling.")] = 0
     evaluate_every: Annotated[int, Ge(0), Doc("Steps between evaluations; 0: never. They are not speculated on.")] = 10
