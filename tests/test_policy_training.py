@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -359,6 +360,8 @@ def test_a_cotraining_that_is_killed_is_started_again(base: str, tmp_path: Path)
     said: list[str] = []
     with CoTrainer.start(tmp_path / "store.sqlite", base, tmp_path / "model", 1.0) as cotrainer:
         cotrainer.wait_for_version()
+        assert os.getpriority(os.PRIO_PROCESS, cotrainer._process.pid) == 19
+        assert os.getsid(cotrainer._process.pid) == os.getsid(0)  # Elsewhere niceness may count for nothing.
         cotrainer._process.kill()
         cotrainer._process.wait()
         cotrainer.keep_up(said.append)

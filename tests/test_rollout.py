@@ -126,6 +126,29 @@ def test_a_draft_that_came_true_no_longer_counts_as_uncertain() -> None:
     assert [turn.outcome for turn in trajectory.turns] == ["hit"] * 6 + ["off"]
 
 
+@pytest.mark.parametrize("length", [1, 12, 40])
+def test_new_weights_drop_no_branch_however_long_it_is(length: int) -> None:
+    """A branch that is under way when they come is kept, and is generated once: nothing leans towards short ones."""
+    plain = commands("ls", "x" * length, "done")
+    asked: list[Request] = []
+
+    class Updated:
+        async def generate(self, request: Request, emit: Callable[[Chunk], None]) -> Finish:
+            asked.append(request)
+            return await plain.generate(request, lambda chunk: emit(replace(chunk, weight_version=version())))
+
+    def version() -> int:
+        return int((anyio.current_time() + 0.05) / 2)
+
+    predictor, environment = Drafts(((0.2, Draft("out", 0.9)),)), printing("out", 10.0)
+    speculator = Speculator(Updated(), ScriptedChat(), predictor, Settings())
+    trajectory = virtually(lambda: rollout(speculator, TASK, environment.open))
+    assert [turn.outcome for turn in trajectory.turns] == ["hit", "hit", "off"]
+    assert len(asked) == 3
+    generated = [0.5 + 0.1 * (place + 1) for place in range(length + 1)]
+    assert trajectory.turns[1].generation.weight_versions == tuple(int((time + 0.05) / 2) for time in generated)
+
+
 def test_a_predictor_that_raises_is_a_failed_turn() -> None:
     class Raising(Drafts):
         async def predict(self, query: Query, propose: Callable[[Draft], None]) -> None:
