@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,12 @@ if TYPE_CHECKING:
 
 class InputError(Exception):
     """Bad input. The message is one line that names the file or field and the remedy; a command prints just that."""
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The remedy for a ``name`` that is none of ``known``: the one that it is most like, or ``otherwise``."""
+    closest = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {closest[0]}?" if closest else otherwise
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
 import typing
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from obsspec.environments.latency import Latency, read_latency, recorded
-from obsspec.errors import InputError
+from obsspec.errors import InputError, did_you_mean
 from obsspec.lab.server import Costs, Scheduling
 
 _WORKLOADS = files("obsspec.lab") / "workloads"
@@ -344,6 +343,5 @@ def validated(content: dict[str, Any], source: str) -> Workload:
         table: type[BaseModel] = Workload
         for name in tables:
             table = _table_of(table, name) or table
-        near = difflib.get_close_matches(last, table.model_fields, 1, 0.5)
-        remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(table.model_fields)}"
+        remedy = did_you_mean(last, table.model_fields, f"known are {', '.join(table.model_fields)}")
         raise InputError(f"{source}: {key}: no such key; {remedy}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar, get_args
 
-from obsspec.errors import InputError
+from obsspec.errors import InputError, did_you_mean
 from obsspec.tasks.families import FAMILIES
 from obsspec.tasks.problem import ExpertStep, Level
 from obsspec.types import Task
@@ -96,9 +95,8 @@ def _known(kind: str, name: str, known: Iterable[Name]) -> Name:
     for each in names:
         if each == name:
             return each
-    closest = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {closest[0]}? " if closest else ""
-    raise InputError(f"unknown {kind} {name!r}: {hint}choose from {', '.join(names)}")
+    hint = did_you_mean(name, names, "none is like it;")
+    raise InputError(f"unknown {kind} {name!r}: {hint} choose from {', '.join(names)}")
 
 
 def _seeds(text: str) -> list[int]:

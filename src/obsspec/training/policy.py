@@ -22,7 +22,6 @@ A run's directory:
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 import shutil
@@ -42,7 +41,7 @@ from safetensors import SafetensorError
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from obsspec.errors import InputError, writing
+from obsspec.errors import InputError, did_you_mean, writing
 from obsspec.gate import ExpectedValue
 from obsspec.hub import quiet
 from obsspec.loading import base_and_adapter
@@ -407,9 +406,8 @@ def _config(settings: TrainingSettings, output: Path) -> GRPOConfig:
         if name in chosen or name in _RELIED_ON:
             raise InputError(f"[trl] {name}: is set by the other sections; leave it out here")
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise InputError(f"[trl] {name}: TRL's GRPOConfig has no such key{hint}")
+            remedy = did_you_mean(name, known, "its documentation has them all")
+            raise InputError(f"[trl] {name}: TRL's GRPOConfig has no such key; {remedy}")
     defaults: dict[str, Any] = {
         "lr_scheduler_type": "constant",
         "max_completion_length": rollouts.max_context,

@@ -7,7 +7,6 @@ in its field's description: there, in ``--help`` and as a comment in the file th
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args,
 from annotated_types import Ge, Gt, Le, Lt
 from typing_extensions import Doc
 
-from obsspec.errors import InputError
+from obsspec.errors import InputError, did_you_mean
 from obsspec.policies import Precision
 
 if TYPE_CHECKING:
@@ -258,9 +257,8 @@ def _check_keys(said: Iterable[str], known: list[str], where: str, sections: Map
         if name not in known:
             if name in sections:
                 raise InputError(f"{where}: {name} belongs in [{sections[name]}]; put it there")
-            nearest = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name, [*sections], n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(known)}"
-            raise InputError(f"{where}: there is no {name}; {hint}")
+            remedy = did_you_mean(name, [*known, *sections], f"it has {', '.join(known)}")
+            raise InputError(f"{where}: there is no {name}; {remedy}")
 
 
 def parse_all(settings: TrainingSettings) -> tuple[list[Task], list[Task]]:
