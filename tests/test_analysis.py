@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -328,9 +329,54 @@ def test_calls_of_other_tools_keep_their_arguments(tmp_path: Path) -> None:
 
 def test_a_log_of_requests_holds_each_rollout_once(tmp_path: Path) -> None:
     requests = [{"messages": OPENAI[:end]} for end in (1, 3, 5)]
-    (tmp_path / "requests.jsonl").write_text(lines([*requests, *requests]))
-    log = read_log(tmp_path / "requests.jsonl")
-    assert [len(rollout.steps) for rollout in log.rollouts] == [2, 2]
+    for rows in ([*requests, *requests], [row for row in requests for _ in range(2)]):  # In turn, and side by side.
+        (tmp_path / "requests.jsonl").write_text(lines(rows))
+        assert [len(rollout.steps) for rollout in read_log(tmp_path / "requests.jsonl").rollouts] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("printed", "observed"),
+    [
+        ("Exit code: 1\nWall time: 0.1 seconds\nOutput:\nno", "no\n[exit code 1]"),
+        (
+            "Chunk ID: a1\nWall time: 0.1 seconds\nProcess exited with code 0\nOriginal token count: 1\nOutput:\nyes",
+            "yes",
+        ),
+        ('{"output": "no", "metadata": {"exit_code": 1, "duration_seconds": 1.5}}', "no\n[exit code 1]"),
+        ({"content": "yes", "success": True}, "yes"),
+        ({"stdout": "yes"}, '{"stdout": "yes"}'),
+        ("Exit code 2\nno", "no\n[exit code 2]"),
+        ("(Bash completed with no output)", SILENT),
+        ('{"output": "a file of JSON"}', '{"output": "a file of JSON"}'),
+        ([{"stdout": "yes", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}], "yes"),
+    ],
+)
+def test_what_harnesses_put_around_an_output_is_none_of_it(tmp_path: Path, printed: Any, observed: str) -> None:
+    call = {"type": "shell_call", "id": "a", "action": {"commands": ["make"]}}
+    rollout = conversation(tmp_path, call, {"type": "shell_call_output", "call_id": "a", "output": printed})
+    assert [(step.command, step.observation) for step in rollout.steps] == [("make", observed)]
+
+
+def test_the_task_is_what_the_user_asked_not_what_the_harness_says(tmp_path: Path) -> None:
+    said = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "<environment_context>\n  <cwd>/a</cwd>\n</environment_context>"}
+            ],
+        },
+        {"role": "user", "content": "Fix <b>it</b>."},
+    ]
+    (tmp_path / "session.jsonl").write_text(lines([*said, *RESPONSES[1:]]))
+    assert [rollout.task for rollout in read_log(tmp_path / "session.jsonl").rollouts] == ["Fix <b>it</b>."]
+
+
+def test_sessions_in_one_file_are_told_apart(tmp_path: Path) -> None:
+    others = [{**row, "sessionId": "t"} for row in CLAUDE_CODE]
+    mixed = [row for pair in zip(CLAUDE_CODE, others, strict=True) for row in pair]
+    for rows in (mixed, [*CLAUDE_CODE, *others]):
+        (tmp_path / "sessions.jsonl").write_text(lines(rows))
+        assert [len(rollout.steps) for rollout in read_log(tmp_path / "sessions.jsonl").rollouts] == [2, 2]
 
 
 def test_no_file_is_read_twice(tmp_path: Path) -> None:
@@ -387,7 +433,41 @@ def test_a_bad_line_is_named_and_costs_only_itself(tmp_path: Path) -> None:
     log = read_log(file)
     assert log.steps == 2
     assert len(log.skipped) == len(bad)
-    assert {line.partition(":")[0] for line in log.skipped} == {f"{file}, line {number}" for number in range(2, 15)}
+    named = {re.split(r":|, message", line)[0] for line in log.skipped}
+    assert named == {f"{file}, line {number}" for number in range(2, 15)}
+
+
+DEEP = "[" * 5000
+BAD_MESSAGES = [
+    {"role": "assistant", "tool_calls": 5},
+    {"role": "assistant", "tool_calls": ["ls"]},
+    {"role": "assistant", "tool_calls": [{"id": "x", "type": "custom"}]},
+    {"role": "assistant", "tool_calls": [{"id": ["x"], "function": {"name": "bash", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": ["x"], "content": "?"},
+    {"role": "user", "content": [{"type": "tool_result", "content": "?"}]},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "bash"}]},
+    {"type": "function_call", "call_id": "x", "name": "bash"},
+    {"type": "function_call_output", "call_id": ["x"], "output": "?"},
+    {"type": "no such thing"},
+    7,
+]
+
+
+def test_a_bad_message_is_named_and_costs_only_itself(tmp_path: Path) -> None:
+    chat = [*OPENAI[:2], *BAD_MESSAGES, *OPENAI[2:]]
+    (tmp_path / "chat.json").write_text(json.dumps({"messages": chat}))
+    (tmp_path / "chat.jsonl").write_text(lines(chat))
+    for name, place in (("chat.json", "message"), ("chat.jsonl", "line")):
+        log = read_log(tmp_path / name)
+        assert [len(rollout.steps) for rollout in log.rollouts] == [2]
+        expected = [f"{tmp_path / name}, {place} {number}" for number in range(3, 3 + len(BAD_MESSAGES))]
+        assert [line.partition(":")[0] for line in log.skipped] == expected
+
+
+def test_arguments_that_are_no_json_are_part_of_the_command(tmp_path: Path) -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "run", "arguments": DEEP}
+    rollout = conversation(tmp_path, call, {"type": "function_call_output", "call_id": "a", "output": "yes"})
+    assert rollout.steps[0].command == f"run {DEEP}"
 
 
 def test_other_files_in_a_directory_are_no_fault(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import json
 import re
 import shlex
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import groupby
@@ -23,6 +24,9 @@ from obsspec.errors import InputError
 from obsspec.predictors.harness import SANDBOX
 
 Json = dict[str, Any]
+
+_CONCURRENT = 64
+"""So many rollouts may be mixed with one another in a log of requests."""
 
 FORMATS = (
     "mini-swe-agent trajectories, SWE-agent .traj files, ATIF (Harbor job folders), messages of OpenAI's and "
@@ -66,6 +70,8 @@ class Log:
     """What could not be read, and why: a line each."""
     keeps_directory: bool = True
     """Whether ``cd`` lasts from one command to the next, as far as the commands tell."""
+    latest: deque[tuple[list[Json], int]] = field(default_factory=lambda: deque(maxlen=_CONCURRENT))
+    """Messages of the latest rollouts that have any, and where these are among ``rollouts``."""
 
     @property
     def steps(self) -> int:
@@ -76,7 +82,7 @@ class _UnreadableError(Exception):
     """Why something is not what it should be."""
 
 
-_MALFORMED = (LookupError, TypeError, AttributeError)
+_MALFORMED = (LookupError, TypeError, AttributeError, RecursionError)
 """What JSON raises that lacks a field, or has another kind of it."""
 
 
@@ -167,20 +173,15 @@ def _read_rows(file: Path, content: Iterable[tuple[str, Any]], log: Log, named: 
         elif "command" in row and "role" not in row:
             rows.append(_Row(f"{file}, {place}", row, "step"))
         else:
-            try:
-                messages = chat_messages(row)
-            except _MALFORMED as error:
-                bad.append(f"{file}, {place}: a field is missing or of another kind: {error}")
-                continue
-            if messages is None:
-                bad.append(f"{file}, {place}: has neither messages nor command and output")
-            elif messages:
-                rows.append(_Row(f"{file}, {place}", row, "message"))
+            messages = _understood(f"{file}, {place}", row, bad)
+            if messages:
+                session = row.get("sessionId")
+                rows.append(_Row(f"{file}, {place}", {"messages": messages, "session": session}, "message"))
     if rows or named:
         log.skipped += bad
     for kind, group in groupby(rows, key=lambda row: row.kind):
         if kind == "message":
-            for messages in _conversations(joined(row.content for row in group)):
+            for messages in _conversations(row.content for row in group):
                 _add(log, str(file), _MESSAGES, {"messages": messages}, _task({"messages": messages}, file))
         elif kind == "step":
             _add_steps(log, group)
@@ -190,15 +191,34 @@ def _read_rows(file: Path, content: Iterable[tuple[str, Any]], log: Log, named: 
                 _add(log, each.where, each.reader, each.content, _task(each.content, file))
 
 
-def _conversations(messages: Iterable[Json]) -> Iterator[list[Json]]:
-    """A system message after any other begins a new one."""
-    conversation: list[Json] = []
-    for message in messages:
-        if message["role"] == "system" and any(each["role"] != "system" for each in conversation):
-            yield conversation
-            conversation = []
-        conversation.append(message)
-    yield conversation
+def _understood(where: str, item: Any, bad: list[str]) -> list[Json]:
+    """The messages that an item has; of one that is none, or is malformed, ``bad`` is told."""
+    try:
+        messages = chat_messages(item)
+        for message in messages or ():
+            _calls(message)
+    except _MALFORMED as error:
+        bad.append(f"{where}: a field is missing or of another kind: {error}")
+        return []
+    if messages is None:
+        bad.append(f"{where}: has neither messages nor command and output")
+    return messages or []
+
+
+def _conversations(rows: Iterable[Json]) -> Iterator[list[Json]]:
+    """Sessions that have a name may be written at the same time. Otherwise a system message after any other begins a
+    new conversation."""
+    sessions: dict[Any, list[Json]] = {}
+    for row in rows:
+        sessions.setdefault(str(row["session"]), []).extend(row["messages"])
+    for messages in sessions.values():
+        conversation: list[Json] = []
+        for message in messages:
+            if message["role"] == "system" and any(each["role"] != "system" for each in conversation):
+                yield conversation
+                conversation = []
+            conversation.append(message)
+        yield conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +226,8 @@ class _Reader:
     name: str
     steps: Callable[[Json], Iterable[LoggedStep | float]]
     """The steps, and the seconds of generations that asked for none."""
+    messages: Callable[[Json], list[Any]] | None = None
+    """Of a document of messages, what it has of them: `steps` is given those alone that can be understood."""
 
 
 _RowKind = Literal["document", "message", "step"]
@@ -223,6 +245,11 @@ class _Row:
 
 
 def _add(log: Log, where: str, reader: _Reader, document: Json, task: str) -> None:
+    known_to_be_bad = len(log.skipped)
+    if reader.messages is not None:
+        items = enumerate(reader.messages(document), start=1)
+        understood = (_understood(f"{where}, message {number}", item, log.skipped) for number, item in items)
+        document = {"messages": [message for messages in understood for message in messages]}
     try:
         rollout = _rollout(task, reader.steps(document))
     except (_UnreadableError, ValueError, *_MALFORMED) as error:
@@ -231,19 +258,26 @@ def _add(log: Log, where: str, reader: _Reader, document: Json, task: str) -> No
         )
         log.skipped.append(f"{where}: not {reader.name} as we know it ({reason})")
         return
+    if not rollout.steps and len(log.skipped) > known_to_be_bad:
+        return  # What is wrong with it has been said.
     if not rollout.steps:
         log.skipped.append(f"{where}: {reader.name} without a command that has an observation")
-    elif log.rollouts and _continues(rollout, log.rollouts[-1]):  # A log of requests has every prefix of a rollout.
-        log.rollouts[-1] = rollout
     else:
-        log.rollouts.append(rollout)
-        log.formats[reader.name] += 1
+        messages = document["messages"] if reader.messages is not None else []
+        # A log of requests has every prefix of a rollout, and prefixes of several that ran at the same time.
+        before = next((each for each in reversed(log.latest) if _begins(each[0], messages)), None)
+        if before is None:
+            log.latest.append((messages, len(log.rollouts)))
+            log.rollouts.append(rollout)
+            log.formats[reader.name] += 1
+        else:
+            log.latest.remove(before)
+            log.latest.append((messages, before[1]))
+            log.rollouts[before[1]] = rollout
 
 
-def _continues(rollout: LoggedRollout, before: LoggedRollout) -> bool:
-    seen = [(step.command, step.observation) for step in rollout.steps[: len(before.steps)]]
-    longer = rollout.task == before.task and len(rollout.steps) > len(before.steps)
-    return longer and seen == [(step.command, step.observation) for step in before.steps]
+def _begins(first: list[Json], messages: list[Json]) -> bool:
+    return 0 < len(first) < len(messages) and messages[: len(first)] == first
 
 
 def _rollout(task: str, parts: Iterable[LoggedStep | float]) -> LoggedRollout:
@@ -291,13 +325,16 @@ def _task(document: Json, file: Path) -> str:
         ("input", "role", "content"),
         ("steps", "source", "message"),
     ):
-        messages = _said(document.get(name))
-        for message in messages if isinstance(messages, list) else ():
+        for message in _said(document.get(name)):
             if isinstance(message, dict) and message.get(who) == "user":
-                return _text(message.get(what))
+                text = _text(message.get(what))
+                if not _OF_HARNESS.fullmatch(text.strip()):
+                    return text
     return re.sub(r"(\.(traj|jsonl?|gz))+$", "", file.name)
 
 
+_OF_HARNESS = re.compile(r"(<(\w+)>.*</\2>\s*)+", re.DOTALL)
+"""What Codex and Claude Code say in the user's name: where they run, what they are to heed."""
 _TASK_KEYS = ("task", "task_id", "task_name", "instance_id")
 
 
@@ -420,19 +457,15 @@ def _turn(
         yield generating
 
 
-_MESSAGES = _Reader("messages", _messages)
-
-
-def _response(document: Json) -> Iterator[LoggedStep | float]:
-    return _messages({"messages": [*_said(document.get("input")), *document["output"]]})
-
-
 def _said(given: Any) -> list[Any]:
     """What a request for a response gave: items, or the user's text alone."""
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given if isinstance(given, list) else []
 
 
-_RESPONSE = _Reader("OpenAI responses", _response)
+_MESSAGES = _Reader("messages", _messages, lambda document: _said(document["messages"]))
+_RESPONSE = _Reader(
+    "OpenAI responses", _messages, lambda document: [*_said(document.get("input")), *document["output"]]
+)
 
 
 def _calls(message: Json) -> dict[str, str]:
@@ -467,7 +500,7 @@ def _call(name: str, arguments: Any) -> str:
     """A shell command as it is; a call of any other tool with its arguments."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = _parsed(arguments)
         except ValueError:
             return f"{name} {arguments}"
     if isinstance(arguments, dict) and not {"path", "file_path"} & arguments.keys():  # as editors have
@@ -486,10 +519,39 @@ def _message_observation(message: Json) -> str:
     extra = _extra(message)
     if isinstance(extra.get("raw_output"), str):
         return _observation(extra["raw_output"], extra.get("returncode"))
-    text = _text(message.get("content"))
+    text = _printed(message.get("content"))
     if match := _RETURNCODE.fullmatch(text.strip()):
         return _observation(match[3] if match[2] is None else match[2], int(match[1]))
+    if match := _HEADER.match(text):
+        return _observation(text[match.end() :], int(match["code"]))
     return _observation(text, None)
+
+
+def _printed(content: Any) -> str:
+    """What a tool gave. Codex has put it into JSON of several kinds."""
+    if isinstance(content, str) and content.startswith("{"):
+        with suppress(ValueError):
+            parsed = _parsed(content)
+            content = parsed if "output" in parsed and "metadata" in parsed else content
+    if isinstance(content, dict):
+        text = next(
+            (content[name] for name in ("output", "content", "text") if isinstance(content.get(name), str)), None
+        )
+        metadata = content.get("metadata")
+        code = metadata.get("exit_code") if isinstance(metadata, dict) else None
+        if text is None:
+            return json.dumps(content, sort_keys=True)
+        return f"Exit code {code}\n{text}" if isinstance(code, int) else text
+    if isinstance(content, list) and any(isinstance(part, dict) and "stdout" in part for part in content):
+        return "".join(f"{part.get('stdout', '')}{part.get('stderr', '')}" for part in content)
+    return _text(content)
+
+
+_HEADER = re.compile(
+    r"(?:Chunk ID: .*\n)?(?:Wall time: .*\n)?(?:Exit code:? |Process exited with code )(?P<code>-?\d{1,9})\n"
+    r"(?:(?:Wall time|Total output lines|Original token count): .*\n)*(?:Output:\n)?"
+)
+"""What Codex and Claude Code put before what a command printed: how it ended, and how long it took."""
 
 
 _RETURNCODE = re.compile(r"<returncode>(-?\d+)</returncode>\s*(?:<output>\n?(.*?)\n?</output>|(.*))", re.DOTALL)
@@ -517,7 +579,8 @@ def _time(message: Json) -> float | None:
 
 
 def _between(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else max(0.0, end - start)
+    """None where it is not known, or cannot be: sessions are taken up again much later."""
+    return None if start is None or end is None or end - start >= _LONGEST else max(0.0, end - start)
 
 
 # SWE-agent.
@@ -583,7 +646,13 @@ def _reader(document: Json) -> _Reader | None:
 
 # What was printed.
 
-_SILENCE = frozenset(("Your command ran successfully and did not produce any output.", SANDBOX.silence))
+_SILENCE = frozenset(
+    (
+        "Your command ran successfully and did not produce any output.",
+        "(Bash completed with no output)",
+        SANDBOX.silence,
+    )
+)
 """What harnesses write for nothing."""
 
 
