@@ -22,9 +22,10 @@ OBSSPEC = (sys.executable, "-m", "obsspec")
 def test_what_is_written_is_read_again_and_explains_every_key(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     chosen = read_settings(None, {"steps": 7, "seats": 3, "report_to": ["tensorboard"], "cotrain": True})
-    chosen.trl["beta"] = 0.04
-    file.write_text(config_text(chosen))
-    assert read_settings(file, {}) == chosen
+    chosen.trl.update({"beta": 0.04, "top_k": 3, "model_init_kwargs": {"a b": [True, {"c": 1.5}]}})
+    for encoding in ("utf-8", "utf-8-sig"):
+        file.write_text(config_text(chosen), encoding=encoding)
+        assert read_settings(file, {}) == chosen
     assert read_settings(file, {"steps": 9}).optimization.steps == 9
     names = [key.name for key in keys()]
     assert len(set(names)) == len(names)
@@ -49,6 +50,13 @@ def test_what_is_written_is_read_again_and_explains_every_key(tmp_path: Path) ->
         ),
         ("policy = 'builtin'", "policy is a section: write [policy] and its keys below"),
         ("steps", "is not TOML"),
+        (f"[optimization]\nsteps = {'9' * 5000}", "is not TOML"),
+        ("[optimization]\nsteps = 1000000000", "[optimization] steps = 1000000000: Input should be less than or equal"),
+        (f"[trl]\nx = {'[' * 250}{']' * 250}", "recursion limit"),
+        (f"[trl]\nx = {'[' * 3000}{']' * 3000}", "is not TOML"),
+        ('[tasks]\ntasks = "a\\u0000b"', "zero byte"),
+        ("[tasks]\ntasks = 2020-01-01", "[tasks] tasks"),
+        ("[rollouts]\ntemperature = inf", "[rollouts] temperature"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str) -> None:
@@ -66,6 +74,8 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str) -> None:
         ({"held_out": "generated:logs/easy/1000"}, "held_out: logs/easy/1000 is one of tasks as well"),
         ({"tasks": "generated:logs/easy/1000"}, "tasks: 1 are fewer than tasks_per_step = 2"),
         ({"tasks": "nowhere"}, "nowhere"),
+        ({"tasks": ""}, "tasks: none are named"),
+        ({"server": "not a url"}, "server = 'not a url': is no URL"),
         ({"rows": 3}, "rows = 3: does not divide the 16 rollouts of a step"),
         ({"predictor": "oracle"}, "--predictor oracle: not one of"),
         ({"latency": "x"}, "latency"),

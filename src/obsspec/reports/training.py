@@ -292,4 +292,4 @@ def outlook_table(settings: TrainingSettings, tasks: int, held_out: int) -> Tabl
 
 def evaluation_steps(steps: int, every: int) -> list[int]:
     """After which steps a training is evaluated: before the first, each so many, and after the last."""
-    return [step for step in range(steps + 1) if every and (step % every == 0 or step == steps)]
+    return sorted({*range(0, steps, every), steps}) if every else []

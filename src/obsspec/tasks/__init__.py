@@ -74,6 +74,8 @@ def parse_tasks(text: str) -> list[Task]:
     """
     if text.startswith(_GENERATED):
         return [instance.task for instance in parse_instances(text)]
+    if not text.strip():
+        raise InputError("tasks: none are named; give a directory of tasks, or such as generated:all/easy/0-9")
     from obsspec.tasks.harbor import load_tasks
 
     return load_tasks(Path(text))

@@ -29,13 +29,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from datasets import Dataset
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from safetensors import SafetensorError
 from transformers import PrinterCallback, TrainerCallback
@@ -56,6 +57,7 @@ from obsspec.reports.training import (
     rollout_figures,
 )
 from obsspec.rollout import Failure
+from obsspec.runs import find_models
 from obsspec.training.beside import CoTrainer
 from obsspec.training.collection import Jobs
 from obsspec.training.finetune import Recipe, Trainable, load_trainable
@@ -96,18 +98,22 @@ def train(settings: TrainingSettings, output: Path, resume: bool, notes: Console
     with ExitStack() as stack:
         stack.enter_context(only_process(output))
         _check_resumable(output, settings, resume)
-        with writing(output, "directory"):
-            (output / "settings.toml").write_text(config_text(settings))
-        rollouts = stack.enter_context(open_run(output / "rollouts", _decisive(settings), resume=True))
-        store = output / "transitions.sqlite"
-        transitions = stack.enter_context(Transitions.open(store))
-        cotrainer = _cotrainer(settings, output, store, stack)
-        last = newest_checkpoint(output)
-        gate = ExpectedValue.load(last / "gate.json") if last else ExpectedValue()
-        with notes.status("loading the models"), quiet():
+        # Before anything is written: a start that failed takes no directory.
+        if settings.policy.server:
+            find_models(replace(settings.plan(), policy=settings.policy.server))
+        with notes.status("loading the policy"), quiet():
             rank = None if settings.policy.full else settings.policy.rank
             base, adapter = base_and_adapter(settings.policy.policy, "policy")
             trainable = load_trainable(base, Recipe(rank=rank, seed=settings.optimization.seed), adapter)
+        store = output / "transitions.sqlite"
+        transitions = stack.enter_context(Transitions.open(store))
+        with writing(output, "directory"):
+            (output / "settings.toml").write_text(config_text(settings))
+        rollouts = stack.enter_context(open_run(output / "rollouts", _decisive(settings), resume=True))
+        cotrainer = _cotrainer(settings, output, store, stack)
+        last = newest_checkpoint(output)
+        gate = ExpectedValue.load(last / "gate.json") if last else ExpectedValue()
+        with notes.status("loading what is sampled from"), quiet():
             sampled = stack.enter_context(SampledPolicy.open(settings, output, trainable, cotrainer, gate))
         sampled.collection.remember(transitions.after(max(0, transitions.latest_id() - _MOST_REMEMBERED)))
         journal = Journal(output, _step_of(last) if last else 0)
@@ -401,13 +407,17 @@ def _config(settings: TrainingSettings, output: Path) -> GRPOConfig:
         "report_to": [name for name in optimization.report_to if name != "tensorboard"],
         "shuffle_dataset": False,  # The stream is.
     }
-    known = {field.name for field in dataclasses.fields(GRPOConfig)}
-    for name in settings.trl:
+    known = get_type_hints(GRPOConfig)
+    for name, value in settings.trl.items():
         if name in chosen or name in _RELIED_ON:
             raise InputError(f"[trl] {name}: is set by the other sections; leave it out here")
         if name not in known:
             remedy = did_you_mean(name, known, "its documentation has them all")
             raise InputError(f"[trl] {name}: TRL's GRPOConfig has no such key; {remedy}")
+        try:
+            TypeAdapter(known[name]).validate_python(value)
+        except ValidationError as error:
+            raise InputError(f"[trl] {name} = {value!r:.100}: {error.errors()[0]['msg']}") from None
     defaults: dict[str, Any] = {
         "lr_scheduler_type": "constant",
         "max_completion_length": rollouts.max_context,

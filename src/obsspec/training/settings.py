@@ -70,7 +70,7 @@ class RolloutSettings:
 
     tasks_per_step: Annotated[int, Ge(1), Doc("Tasks in each step of training.")] = 2
     group: Annotated[int, Ge(2), Doc("Rollouts of each of them, compared with one another.")] = 8
-    temperature: Annotated[float, Gt(0), Doc("Of sampling.")] = 1.0
+    temperature: Annotated[float, Gt(0), Le(100), Doc("Of sampling.")] = 1.0
     max_turns: Annotated[int, Ge(1), Doc("Most generations in a rollout.")] = 12
     max_tokens: Annotated[int, Ge(1), Doc("Most tokens in a generation.")] = 128
     max_context: Annotated[int, Ge(1), Doc("Most tokens in a rollout.")] = 2048
@@ -116,14 +116,14 @@ class SpeculationSettings:
     cotrain: Annotated[
         bool, Doc("Train the world model beside the policy, on the same rollouts, in a process of its own.")
     ] = False
-    publish_seconds: Annotated[float, Ge(0), Doc("Between versions of the co-trained world model.")] = 60.0
+    publish_seconds: Annotated[float, Ge(0), Le(1e6), Doc("Between versions of the co-trained world model.")] = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizationSettings:
     """What becomes of the rollouts."""
 
-    steps: Annotated[int, Ge(1), Doc("Of the optimizer, each with rollouts of its own.")] = 40
+    steps: Annotated[int, Ge(1), Le(100_000), Doc("Of the optimizer, each with rollouts of its own.")] = 40
     learning_rate: Annotated[float, Gt(0), Le(1), Doc("Of AdamW.")] = 5e-5
     rows: Annotated[int, Ge(1), Doc("Rollouts in one pass through the model; more want more memory.")] = 1
     threads: Annotated[
@@ -226,10 +226,10 @@ def read_settings(file: Path | None, flags: Mapping[str, Any]) -> TrainingSettin
     said: dict[str, Any] = {}
     if file is not None:
         try:
-            said = tomllib.loads(file.read_text(encoding="utf-8"))
+            said = tomllib.loads(file.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise InputError(f"{file}: {error.strerror}; `obsspec train --write-config {file}` writes one") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # Of Unicode and of endless numbers, too.
             raise InputError(f"{file}: is not TOML ({error}); `--write-config` writes one to begin with") from None
     source = str(file or "settings")
     sections = {key.name: key.section for key in keys()}
@@ -244,10 +244,17 @@ def read_settings(file: Path | None, flags: Mapping[str, Any]) -> TrainingSettin
         if value is not None:
             said.setdefault(sections[name], {})[name] = value
     try:
-        return TypeAdapter(TrainingSettings).validate_json(json.dumps(said, default=str), strict=True)
+        # TOML's dates, which no setting is, become what no setting takes.
+        encoded = json.dumps(said, default=lambda value: {"date": str(value)})
+    except RecursionError:
+        raise InputError(f"{source}: lists in lists in lists, too deep to be read; take them out") from None
+    if r"\u0000" in encoded:
+        raise InputError(f"{source}: a text has a zero byte in it; take it out")
+    try:
+        return TypeAdapter(TrainingSettings).validate_json(encoded, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        section, *names = map(str, first["loc"])
+        section, *names = map(str, first["loc"] or ("all of it",))
         value = json.dumps(first["input"], default=str)
         raise InputError(f"{source}: [{section}] {'.'.join(names)} = {value:.100}: {first['msg']}") from None
 
@@ -268,6 +275,8 @@ def parse_all(settings: TrainingSettings) -> tuple[list[Task], list[Task]]:
 
     plan = settings.plan()
     plan.environment()
+    if settings.policy.server and not is_url(settings.policy.server):
+        raise InputError(f"server = {settings.policy.server!r}: is no URL, such as http://localhost:8000")
     tasks = parse_tasks(settings.tasks.tasks)
     held_out = parse_tasks(settings.tasks.held_out) if settings.tasks.held_out else []
     both = {task.id for task in tasks} & {task.id for task in held_out}
@@ -293,6 +302,8 @@ def parse_all(settings: TrainingSettings) -> tuple[list[Task], list[Task]]:
 
 def config_text(settings: TrainingSettings) -> str:
     """The settings as a TOML file with a comment on every key."""
+    import tomli_w
+
     lines = ["# What `obsspec train` is to do. Every key is also a flag: --learning-rate 5e-5.", ""]
     for section, kind in _SECTIONS.items():
         lines += [f"[{section}]", *_comment(kind.__doc__)]
@@ -300,18 +311,12 @@ def config_text(settings: TrainingSettings) -> str:
             if key.section == section:
                 value = getattr(getattr(settings, section), key.name)
                 lines += ["", *_comment(key.description)]
-                lines.append(f"# {key.name} = ..." if value is None else f"{key.name} = {_toml(value)}")
+                lines.append(f"# {key.name} = ..." if value is None else tomli_w.dumps({key.name: value}).rstrip())
         lines.append("")
     (trl,) = get_type_hints(TrainingSettings, include_extras=True)["trl"].__metadata__
-    lines += ["[trl]", *_comment(trl.documentation)]
-    lines += [f"{name} = {_toml(value)}" for name, value in settings.trl.items()]
-    return "\n".join([*lines, ""])
+    lines += [*_comment(trl.documentation), tomli_w.dumps({"trl": settings.trl})]
+    return "\n".join(lines)
 
 
 def _comment(text: str) -> list[str]:
     return [f"# {line}" for line in wrap(text, _WIDTH)]
-
-
-def _toml(value: Any) -> str:
-    """Of strings, numbers, truth values and lists of these, which TOML writes as JSON does."""
-    return json.dumps(value, ensure_ascii=False)
