@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +89,7 @@ class Served:
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles for half a minute
         }
-        log = self.directory.with_name("log")
+        log = self.directory.with_name(f"log {self.url.rpartition(':')[2]}")
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 self._command,
@@ -110,31 +110,62 @@ class Served:
         self._process.wait(60)
 
 
-@pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One server for the whole run."""
-    directory = tmp_path_factory.mktemp("vllm")
-    model = learnt()
-    model.save_pretrained(directory / "model")
-    tokenizer().save_pretrained(directory / "model")
+@contextmanager
+def serving(directory: Path, model: Any, *options: str) -> Iterator[Served]:
+    """A server of the model in ``directory``, with more ``options`` of vLLM's."""
+    if not PYTHON.exists():
+        pytest.fail(f"{PYTHON} is missing: run make test, or scripts/vllm_environment.sh .venv-vllm")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
         "nice",  # so that the test is not kept waiting by what it waits for
-        *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", directory / "model", "--dtype", "float32"),
+        *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", directory, "--dtype", "float32"),
         *("--served-model-name", "tiny", "alias", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
         *("--max-model-len", str(LONGEST), "--max-num-seqs", "4", "--scheduling-policy", "priority"),
-        *("--logprobs-mode", "processed_logprobs", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"),
+        *("--logprobs-mode", "processed_logprobs", *options),
     ]
-    if not PYTHON.exists():
-        pytest.fail(f"{PYTHON} is missing: run make test, or scripts/vllm_environment.sh .venv-vllm")
-    server = Served(f"http://127.0.0.1:{port}", model, directory / "model", command)
+    server = Served(f"http://127.0.0.1:{port}", model, directory, command)
     try:
         server.start()
         yield server
     finally:
         server.end(signal.SIGTERM)
+
+
+@pytest.fixture(scope="session")
+def learnt_by_heart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A directory with a model, and the model."""
+    directory = tmp_path_factory.mktemp("vllm") / "model"
+    model = learnt()
+    model.save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory, model
+
+
+@pytest.fixture(scope="session")
+def served(learnt_by_heart: tuple[Path, Any]) -> Iterator[Served]:
+    """One server for the whole run."""
+    with serving(*learnt_by_heart, "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def drafting(learnt_by_heart: tuple[Path, Any]) -> Iterator[Served]:
+    """One that speculates as well, on tokens: it looks up in the prompt how what was written last went on before."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    with serving(*learnt_by_heart, "--speculative-config", json.dumps(drafts)) as server:
+        yield server
+
+
+@pytest.fixture(params=["served", "drafting"])
+def either(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """One of the two; by the second some drafts of tokens must have been taken."""
+    server: Served = request.getfixturevalue(request.param)
+    accepted = counted(server.url, "spec_decode_num_accepted_tokens_total")
+    yield server
+    if request.param == "drafting":
+        assert counted(server.url, "spec_decode_num_accepted_tokens_total") > accepted
 
 
 @pytest.fixture(autouse=True)
@@ -159,9 +190,10 @@ def models(url: str) -> list[str]:
     return [card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]]
 
 
-def running_requests(url: str) -> int:
+def counted(url: str, name: str) -> int:
+    """One of the server's figures."""
     metrics = httpx.get(f"{url}/metrics").text.splitlines()
-    return sum(int(float(line.split()[-1])) for line in metrics if line.startswith("vllm:num_requests_running{"))
+    return sum(int(float(line.split()[-1])) for line in metrics if line.startswith(f"vllm:{name}{{"))
 
 
 def learnt() -> Any:
@@ -245,10 +277,8 @@ def expected_logprobs(model: Any, before: Context, tokens: Tokens, temperature: 
     return of_all[range(len(tokens)), tokens].tolist()
 
 
-def running(url: str) -> float:
-    """Requests that the server works on."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+def running(url: str) -> int:
+    return counted(url, "num_requests_running")
 
 
 @pytest.mark.anyio
@@ -325,10 +355,10 @@ async def test_ends(served: Served) -> None:
 
 
 @pytest.mark.anyio
-async def test_suspended_and_resumed(served: Served) -> None:
+async def test_suspended_and_resumed(either: Served) -> None:
     """Greedy, so that the draws after the resumption are the same: nothing is lost, repeated or beyond the budget."""
     asked = request(context=context(1), sampling=GREEDY, max_tokens=9)
-    async with VllmPolicy.connect(served.url) as policy:
+    async with VllmPolicy.connect(either.url) as policy:
         plain = await run(policy, asked)
         pieces = Generation()
         while pieces.finish is None:
@@ -466,9 +496,9 @@ class Guess:
 
 
 @pytest.mark.anyio
-async def test_speculation_changes_nothing(served: Served) -> None:
+async def test_speculation_changes_nothing(either: Served) -> None:
     environment = ScriptedEnvironment(lambda commands: Observation(dict(EXCHANGES)[commands[-1]], seconds=0.5))
-    async with VllmPolicy.connect(served.url, tokenizer=tokenizer(), max_context=LONGEST) as policy:
+    async with VllmPolicy.connect(either.url, tokenizer=tokenizer(), max_context=LONGEST) as policy:
 
         async def trajectory(depth: int) -> Any:
             environment.executed = ()
@@ -484,7 +514,7 @@ async def test_speculation_changes_nothing(served: Served) -> None:
     assert speculative.context.logprobs == pytest.approx(plain.context.logprobs, abs=1e-4)
     assert [turn.outcome for turn in plain.turns] == ["off"] * 5
     assert [turn.outcome for turn in speculative.turns] == ["hit", "miss", "hit", "hit", "off"]
-    assert not running(served.url)
+    assert not running(either.url)
 
 
 # New weights. The server is left as it was.
@@ -564,7 +594,7 @@ def test_a_policy_on_the_server_is_trained(served: Served, tmp_path: Path) -> No
 
     def kill_in_second_step() -> None:
         deadline = time.monotonic() + 120
-        while not ("policy-v2" in models(served.url) and running_requests(served.url)):
+        while not ("policy-v2" in models(served.url) and running(served.url)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         served.end(signal.SIGKILL)
