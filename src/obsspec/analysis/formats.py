@@ -333,7 +333,7 @@ def _task(document: Json, file: Path) -> str:
     return re.sub(r"(\.(traj|jsonl?|gz))+$", "", file.name)
 
 
-_OF_HARNESS = re.compile(r"(<(\w+)>.*</\2>\s*)+", re.DOTALL)
+_OF_HARNESS = re.compile(r"<\w+>.*</\w+>", re.DOTALL)
 """What Codex and Claude Code say in the user's name: where they run, what they are to heed."""
 _TASK_KEYS = ("task", "task_id", "task_name", "instance_id")
 
