@@ -96,7 +96,8 @@ class Served:
                 env=os.environ | settings,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that all its processes can be killed
+                # So that all its processes can be killed. In a session of its own niceness might count for nothing.
+                process_group=0,
             )
         deadline = time.monotonic() + 400
         while not healthy(self.url):
