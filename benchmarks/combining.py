@@ -24,15 +24,14 @@ from typing import Any
 import anyio
 from rich.console import Console
 from rich.table import Table
-from transformers.utils.logging import disable_progress_bar
 
-from obsspec.models import BUILTIN_POLICY, DEFAULT_MODEL, load_model
+from obsspec.models import BUILTIN_POLICY
 from obsspec.policies.http import Server
 from obsspec.reports.comparison import compare
 from obsspec.reports.records import TrajectoryLine, read_trajectories
 from obsspec.reports.summary import summarize
 from obsspec.runs import Plan, run
-from real_server import serving
+from real_server import serving, write_model
 
 SEATS = 8
 NO_CACHE = ("--no-enable-prefix-caching",)
@@ -57,9 +56,7 @@ async def counts(url: str) -> dict[str, float]:
         return dict(zip(COUNTED, await server.metrics(*(f"vllm:{name}_total" for name in COUNTED)), strict=True))
 
 
-def measured(
-    server: str, url: str, plan: Plan, repeats: int, concurrency: int, notes: Console
-) -> dict[str, list[list[TrajectoryLine]]]:
+def measured(server: str, url: str, plan: Plan, repeats: int, notes: Console) -> dict[str, list[list[TrajectoryLine]]]:
     """The rollouts of each repeat, with observation speculation off and on."""
     lines: dict[str, list[list[TrajectoryLine]]] = {"off": [], "on": []}
     ways = {"off": replace(plan, policy=url, depth=0), "on": replace(plan, policy=url)}
@@ -67,7 +64,7 @@ def measured(
         for name in ("off", "on") if repeat % 2 == 0 else ("on", "off"):
             notes.print(f"{server}: observation speculation {name}, repeat {repeat + 1} of {repeats}")
             with tempfile.TemporaryDirectory() as output:
-                failures = run(ways[name], Path(output), True, concurrency, SEATS, None, notes)
+                failures = run(ways[name], Path(output), True, SEATS, SEATS, None, notes)
                 if failures:
                     raise RuntimeError(f"{failures[0].task}: {failures[0].error}")
                 lines[name].append(list(read_trajectories(Path(output))))
@@ -138,17 +135,15 @@ def main() -> None:
     parser.add_argument("--servers", default=",".join(SERVERS), help="which, in order; the first is compared with")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    names = arguments.servers.split(",")
+    if unknown := [name for name in names if name not in SERVERS]:
+        parser.error(f"--servers {unknown[0]}: choose from {', '.join(SERVERS)}")
     server_core, own_core, *_ = (*sorted(os.sched_getaffinity(0)) * 2,)
     os.sched_setaffinity(0, {own_core})
     notes, console = Console(stderr=True), Console(width=170)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
-        with notes.status("loading the model"):
-            disable_progress_bar()
-            model, tokenizer = load_model(DEFAULT_MODEL, BUILTIN_POLICY)
-            model.save_pretrained(directory)
-            tokenizer.save_pretrained(directory)
-            del model
+        write_model(BUILTIN_POLICY, Path(directory), notes)
         plan = Plan(
             arguments.tasks,
             tokenizer=directory,
@@ -159,10 +154,10 @@ def main() -> None:
             latency=arguments.latency,
         )
         neither: list[list[TrajectoryLine]] | None = None
-        for name in arguments.servers.split(","):
+        for name in names:
             with serving(Path(directory), SEATS, server_core, notes, options=SERVERS[name]) as url:
                 run_before = anyio.run(counts, url)
-                lines = measured(name, url, plan, arguments.repeats, SEATS, notes)
+                lines = measured(name, url, plan, arguments.repeats, notes)
                 done = {each: count - run_before[each] for each, count in anyio.run(counts, url).items()}
             neither = neither or lines["off"]
             rows.append(row(name, lines, neither, done))

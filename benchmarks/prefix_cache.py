@@ -29,12 +29,11 @@ from typing import Any
 import anyio
 from rich.console import Console
 from rich.table import Table
-from transformers.utils.logging import disable_progress_bar
 
 from obsspec.analysis.formats import read_log
 from obsspec.chat import ChatFormat, WorldModelChat
 from obsspec.environments.sandbox import open_sandbox
-from obsspec.models import BUILTIN_WORLD_MODEL, DEFAULT_MODEL, load_model
+from obsspec.models import BUILTIN_WORLD_MODEL
 from obsspec.policies.http import Server
 from obsspec.policies.vllm import VllmPolicy
 from obsspec.predictors import LanguageModel, Limits
@@ -42,7 +41,7 @@ from obsspec.reports.tables import counting
 from obsspec.tasks import parse_instances
 from obsspec.training.trajectories import collect, read_runs
 from obsspec.types import Draft, Exchange, Query
-from real_server import serving
+from real_server import serving, write_model
 
 LONGEST = Limits().context_tokens
 
@@ -190,13 +189,7 @@ def main() -> None:
         replays = anyio.run(expert_replays, arguments.tasks, notes)
     figures: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
-        with notes.status("loading the model"):
-            disable_progress_bar()
-            model, tokenizer = load_model(DEFAULT_MODEL, BUILTIN_WORLD_MODEL)
-            model.save_pretrained(directory)
-            tokenizer.save_pretrained(directory)
-            chat = WorldModelChat(ChatFormat(tokenizer))
-            del model
+        chat = WorldModelChat(ChatFormat(write_model(BUILTIN_WORLD_MODEL, Path(directory), notes)))
         for block in map(int, arguments.block_size.split(",")):
             with (
                 serving(Path(directory), 4, server_core, notes, block) as url,

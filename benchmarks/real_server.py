@@ -486,6 +486,16 @@ def distributions(
 # The server.
 
 
+def write_model(adapter: Path, directory: Path, notes: Console) -> Any:
+    """Writes the default model with ``adapter`` as one that vLLM serves; returns its tokenizer."""
+    with notes.status("loading the model"):
+        disable_progress_bar()
+        model, tokenizer = load_model(DEFAULT_MODEL, adapter)
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        return tokenizer
+
+
 @contextmanager
 def serving(
     model: Path, seats: int, core: int, notes: Console, block: int = BLOCK, options: Sequence[str] = ()
@@ -803,13 +813,7 @@ def main() -> None:
     notes, console = Console(stderr=True), Console(width=160)
     figures: dict[str, Any] = {"tasks": arguments.tasks, "repeats": arguments.repeats, "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as directory:
-        with notes.status("loading the model"):
-            disable_progress_bar()
-            model, tokenizer = load_model(DEFAULT_MODEL, BUILTIN_POLICY)
-            model.save_pretrained(directory)
-            tokenizer.save_pretrained(directory)
-            chat = TerminalChat(ChatFormat(tokenizer))
-            del model
+        chat = TerminalChat(ChatFormat(write_model(BUILTIN_POLICY, Path(directory), notes)))
         if counts:
             settings = [
                 Setting(tasks[: max(8, min(2 * count, MOST_SEATS))], count, delay, MOST_SEATS)

@@ -592,7 +592,7 @@ def test_a_policy_on_the_server_is_trained(killable: Served, tmp_path: Path) -> 
         "rank": 4,
         "tasks_per_step": 1,
         "group": 8,
-        "temperature": 2.0,  # At 1 the server's model, which knows little by heart, says the same again and again.
+        "temperature": 2.0,  # At 1 the model, which knows its text by heart, says the same again and again.
         "max_turns": 3,
         "max_tokens": 24,
         "max_context": 1024,

@@ -70,7 +70,9 @@ class Log:
     """What could not be read, and why: a line each."""
     keeps_directory: bool = True
     """Whether ``cd`` lasts from one command to the next, as far as the commands tell."""
-    latest: deque[tuple[list[Json], int]] = field(default_factory=lambda: deque(maxlen=_CONCURRENT))
+    _latest: deque[tuple[list[Json], int]] = field(
+        default_factory=lambda: deque(maxlen=_CONCURRENT), init=False, repr=False, compare=False
+    )
     """Messages of the latest rollouts that have any, and where these are among ``rollouts``."""
 
     @property
@@ -147,7 +149,7 @@ def _read_file(file: Path, text: str, log: Log, named: bool) -> None:
     if isinstance(document, list):
         _read_rows(file, ((f"item {number}", item) for number, item in enumerate(document, start=1)), log, named)
     elif isinstance(document, dict) and (reader := _reader(document)):
-        _add(log, str(file), reader, document, _task(document, file))
+        _add_document(log, str(file), reader, document, file)
     else:
         _read_rows(file, [("line 1", document)], log, named)
 
@@ -188,7 +190,7 @@ def _read_rows(file: Path, content: Iterable[tuple[str, Any]], log: Log, named: 
         else:
             for each in group:
                 assert each.reader is not None
-                _add(log, each.where, each.reader, each.content, _task(each.content, file))
+                _add_document(log, each.where, each.reader, each.content, file)
 
 
 def _understood(where: str, item: Any, bad: list[str]) -> list[Json]:
@@ -208,7 +210,7 @@ def _understood(where: str, item: Any, bad: list[str]) -> list[Json]:
 def _conversations(rows: Iterable[Json]) -> Iterator[list[Json]]:
     """Sessions that have a name may be written at the same time. Otherwise a system message after any other begins a
     new conversation."""
-    sessions: dict[Any, list[Json]] = {}
+    sessions: dict[str, list[Json]] = {}
     for row in rows:
         sessions.setdefault(str(row["session"]), []).extend(row["messages"])
     for messages in sessions.values():
@@ -244,12 +246,17 @@ class _Row:
     """Of a document."""
 
 
-def _add(log: Log, where: str, reader: _Reader, document: Json, task: str) -> None:
-    known_to_be_bad = len(log.skipped)
+def _add_document(log: Log, where: str, reader: _Reader, document: Json, file: Path) -> None:
+    before, task = len(log.skipped), _task(document, file)
     if reader.messages is not None:
         items = enumerate(reader.messages(document), start=1)
         understood = (_understood(f"{where}, message {number}", item, log.skipped) for number, item in items)
         document = {"messages": [message for messages in understood for message in messages]}
+    _add(log, where, reader, document, task, complained=len(log.skipped) > before)
+
+
+def _add(log: Log, where: str, reader: _Reader, document: Json, task: str, complained: bool = False) -> None:
+    """``complained``: whether what is wrong with the document has been said."""
     try:
         rollout = _rollout(task, reader.steps(document))
     except (_UnreadableError, ValueError, *_MALFORMED) as error:
@@ -258,21 +265,21 @@ def _add(log: Log, where: str, reader: _Reader, document: Json, task: str) -> No
         )
         log.skipped.append(f"{where}: not {reader.name} as we know it ({reason})")
         return
-    if not rollout.steps and len(log.skipped) > known_to_be_bad:
-        return  # What is wrong with it has been said.
     if not rollout.steps:
-        log.skipped.append(f"{where}: {reader.name} without a command that has an observation")
+        if not complained:
+            log.skipped.append(f"{where}: {reader.name} without a command that has an observation")
     else:
         messages = document["messages"] if reader.messages is not None else []
         # A log of requests has every prefix of a rollout, and prefixes of several that ran at the same time.
-        before = next((each for each in reversed(log.latest) if _begins(each[0], messages)), None)
+        before = next((each for each in reversed(log._latest) if _begins(each[0], messages)), None)
         if before is None:
-            log.latest.append((messages, len(log.rollouts)))
+            if messages:
+                log._latest.append((messages, len(log.rollouts)))
             log.rollouts.append(rollout)
             log.formats[reader.name] += 1
         else:
-            log.latest.remove(before)
-            log.latest.append((messages, before[1]))
+            log._latest.remove(before)
+            log._latest.append((messages, before[1]))
             log.rollouts[before[1]] = rollout
 
 

@@ -254,7 +254,9 @@ def read_settings(file: Path | None, flags: Mapping[str, Any]) -> TrainingSettin
         return TypeAdapter(TrainingSettings).validate_json(encoded, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        section, *names = map(str, first["loc"] or ("all of it",))
+        if not first["loc"]:
+            raise InputError(f"{source}: {first['msg']}") from None
+        section, *names = map(str, first["loc"])
         value = json.dumps(first["input"], default=str)
         raise InputError(f"{source}: [{section}] {'.'.join(names)} = {value:.100}: {first['msg']}") from None
 
