@@ -108,7 +108,7 @@ def rates(parts: Sequence[Sequence[tuple[bool, float]]]) -> list[dict[str, float
     ]
 
 
-def score(rollouts: Sequence[StoredRollout], adapter: Path | None, advance: Any) -> list[list[tuple[bool, float]]]:
+def score(rollouts: Sequence[StoredRollout], adapter: Path, advance: Any) -> list[list[tuple[bool, float]]]:
     """Of each rollout's observations, whether the model foretells them, and the seconds of their commands."""
     model, tokenizer = load_model(DEFAULT_MODEL, adapter)
     chat = WorldModelChat(ChatFormat(tokenizer))
@@ -164,11 +164,10 @@ def main() -> None:
         recipe = replace(recipe, tokens=tokens)
         afterwards = Path(scratch) / "afterwards"
         train(rollouts[:last], load_trainable(DEFAULT_MODEL, recipe), afterwards, recipe, "uniform", notes)
-        with counting(notes, "scoring", 2 * len(rollouts) - last) as advance:
-            frozen = score(rollouts, None, advance)
+        with counting(notes, "scoring", len(rollouts) - last) as advance:
             trained = score(rollouts[last:], afterwards, advance)
     figures = {
-        "frozen": rates(parts(frozen)),
+        "frozen": rates(parts([[(each.frozen, each.seconds) for each in rollout] for rollout in scored])),
         "co-trained": rates(parts([[(each.exact, each.seconds) for each in rollout] for rollout in scored])),
         "co-trained, as published": rates(
             parts([[(each.published, each.seconds) for each in rollout] for rollout in scored])

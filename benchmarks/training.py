@@ -3,9 +3,8 @@
     obsspec train benchmarks/training.toml --output runs/training
     python benchmarks/training.py runs/training --json training.json --figure training.svg
 
-The co-trained world model's match rate is the service's own: of the last 200 observations of which it foretold a sample
-before it trained on them, read after each step. Beside it is that of the world model with which the co-training began,
-on all of the 200 observations before the same place in the store.
+The match rates of the world model are the co-training's own, read after each step: of the last 200 observations that it
+scored before it trained on them, by the weights in training and by those with which it began.
 """
 
 from __future__ import annotations
@@ -23,62 +22,27 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
-from obsspec.chat import ChatFormat, WorldModelChat
 from obsspec.errors import InputError
-from obsspec.loading import base_and_adapter
-from obsspec.models import load_model
-from obsspec.reports.tables import counting
 from obsspec.reports.training import read_records
-from obsspec.training.settings import read_settings
-from obsspec.training.transitions import Transitions
-from obsspec.training.world_model import foretold
 
-WINDOW = 200
-"""Observations, as in `obsspec.training.cotraining.Pace`."""
 PARTS = 4
 """Rows of the table."""
-
-
-def foretold_in_order(store: Path, world_model: str) -> list[bool]:
-    """Of every transition of the store, in the order of their coming, whether the world model as it is foretells it."""
-    model, tokenizer = load_model(*base_and_adapter(world_model, "world_model"))
-    chat = WorldModelChat(ChatFormat(tokenizer))
-    with Transitions.open(store) as transitions:
-        order: list[tuple[str, int]] = []
-        last = 0
-        while True:
-            read, places = transitions.news(last, 1)
-            if not places:
-                break
-            order += places.items()
-            last = read
-        exact: dict[str, set[int]] = {}
-        keys = sorted({key for key, _ in order})
-        with counting(Console(stderr=True), "rollouts", len(keys)) as advance:
-            for key in keys:
-                rollout = transitions.rollout(key)
-                exact[key] = set() if rollout is None else foretold(model, rollout, chat)
-                advance()
-    return [place in exact[key] for key, place in order]
 
 
 def figures(run: Path) -> dict[str, Any]:
     steps, evaluations = (read_records(run / f"{name}.jsonl") for name in ("steps", "evaluations"))
     if not steps:
         raise InputError(f"{run}: has no steps; give the --output of `obsspec train`")
-    settings = read_settings(run / "settings.toml", {})
-    frozen = foretold_in_order(run / "transitions.sqlite", settings.speculation.world_model)
     curve: dict[str, list[Any]] = defaultdict(list)
     for step in steps:
         rollouts, about = step["rollouts"], step["world_model"] or {}
-        before = frozen[: about.get("transitions", 0)][-WINDOW:]
         curve["step"].append(step["step"])
         curve["reward"].append(rollouts["reward"])
         curve["solved"].append(rollouts["solved"] / rollouts["rollouts"])
         curve["hits_of_calls"].append(rollouts["hits"] / max(1, rollouts["tool_calls"]))
         curve["hidden_of_tool_seconds"].append(rollouts["hidden_seconds"] / (rollouts["tool_seconds"] or 1.0))
         curve["world_model"].append(about.get("exact_rate"))
-        curve["world_model_frozen"].append(statistics.mean(before) if before else None)
+        curve["world_model_frozen"].append(about.get("exact_rate_frozen"))
         curve["seconds"].append(step["seconds"])
         curve["rollout_seconds"].append(rollouts["seconds"])
         curve["rollout_seconds_without"].append(rollouts["seconds_without"])

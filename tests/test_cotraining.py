@@ -55,7 +55,7 @@ def until_done(training: CoTraining) -> None:
 def test_it_foretells_what_it_has_learned(base: str, tmp_path: Path) -> None:
     with cotraining(tmp_path, base) as (transitions, training):
         assert current_version(tmp_path / "model").number == 1  # type: ignore[union-attr]
-        assert not training.turn() and math.isnan(training.exact_rate)
+        assert not training.turn() and training.rates()["exact_rate"] is None
         add(transitions, "first", ["file", "done"])
         until_done(training)
         assert [each.exact for each in training.scored] == [False, False]  # Before it was trained on.
@@ -66,9 +66,14 @@ def test_it_foretells_what_it_has_learned(base: str, tmp_path: Path) -> None:
         version = training.publish()
         assert version is not None and version.number == 2
         assert training.publish() is None  # Nothing new.
+        add(transitions, "third", ["file", "done"])
+        training.turn()
+        assert [(each.exact, each.published, each.frozen) for each in training.scored][4:] == 2 * [(True, True, False)]
+        assert training.rates()["exact_rate"] == round(4 / 6, 4)
+        assert (training.rates()["exact_rate_published"], training.rates()["exact_rate_frozen"]) == (round(2 / 6, 4), 0)
     model, tokenizer = load_model(base, version.directory)
     tallies = evaluate(read_rollouts([tmp_path / "store.sqlite"]), model, tokenizer)
-    assert sum(tally.exact for tally in tallies.values()) == sum(tally.steps for tally in tallies.values()) == 4
+    assert sum(tally.exact for tally in tallies.values()) == sum(tally.steps for tally in tallies.values()) == 6
     assert json.loads((tmp_path / "model" / "current.json").read_text())["version"] == 2
 
 

@@ -668,9 +668,10 @@ async def test_new_adapters_are_followed(served: Served, tmp_path: Path) -> None
             await until(lambda: policy.model == "shell-v3")
             assert await written(policy) == expected[3]
 
-            # A trainer that was restarted publishes the same version once more.
+            # A trainer that was restarted publishes the same version once more. Whoever looks in between sees the second.
             await publisher.publish(3, tmp_path / "0")
-            assert await written(policy) == expected[1]
+            async with FollowingPolicy.connect(served.url, "shell", tokenizer()) as another:
+                assert (another.model, await written(another)) == ("shell-v3", expected[1])
         listed = [card["id"] for card in (await server.ask("GET", "/v1/models"))["data"]]
         assert listed == ["tiny", "alias", "shell-v2", "shell-v3"]
 

@@ -227,8 +227,9 @@ class Display:
 def _world_model(about: dict[str, Any] | None) -> str:
     if about is None:
         return ""
-    rate = about.get("exact_rate")
-    return f"v{about.get('version')}" + (f", {rate:.0%} exact" if rate is not None else "")
+    rate, frozen = about.get("exact_rate"), about.get("exact_rate_frozen")
+    said = f"v{about.get('version')}" + (f", {rate:.0%} exact" if rate is not None else "")
+    return said + (f" (frozen {frozen:.0%})" if frozen is not None else "")
 
 
 def training_table(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> Table:

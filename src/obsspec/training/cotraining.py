@@ -69,6 +69,8 @@ class Scored:
     """By the weights in training."""
     published: bool
     """By those that were published last."""
+    frozen: bool
+    """By those with which the co-training began."""
     seconds: float
     """That the command took."""
 
@@ -139,7 +141,8 @@ class CoTraining:
         """Scored since the last version."""
         self._warm = 0
         """Steps since training began from weights that were not in training."""
-        self._published = self._learner.weights()
+        self._first = self._learner.weights()
+        self._published = self._first
         self._changed = False
         """Whether the weights in training are others than those."""
         if self._checkpoint.exists():
@@ -147,10 +150,25 @@ class CoTraining:
         else:
             self._release()
 
-    @property
-    def exact_rate(self) -> float:
-        """Of the scored observations in the window, the share that was foretold; NaN where there is none."""
-        return sum(each.exact for each in self.scored) / len(self.scored) if self.scored else math.nan
+    def rates(self) -> dict[str, float | None]:
+        """Of the scored observations in the window, the share that was foretold; null where there is none.
+
+        In order: by the weights in training; by the published ones; by those with which the co-training began; and, by
+        the first, the share of the seconds that the commands took.
+        """
+        scored = list(self.scored)
+
+        def rate(part: float, whole: float) -> float | None:
+            return round(part / whole, 4) if whole else None
+
+        return {
+            "exact_rate": rate(sum(each.exact for each in scored), len(scored)),
+            "exact_rate_published": rate(sum(each.published for each in scored), len(scored)),
+            "exact_rate_frozen": rate(sum(each.frozen for each in scored), len(scored)),
+            "exact_rate_of_seconds": rate(
+                sum(each.seconds for each in scored if each.exact), sum(each.seconds for each in scored)
+            ),
+        }
 
     def turn(self) -> bool:
         """Looks at what is new, scores a sample of it, and trains for one step. Returns False where all is done."""
@@ -210,14 +228,17 @@ class CoTraining:
         """
         first = max(first, len(rollout.exchanges) - _MOST_SCORED)
         exact = foretold(self._learner.model, rollout, self._chat, first)
-        published = exact
-        if self._changed:
-            training = self._learner.weights()
-            self._learner.set_weights(self._published)
-            published = foretold(self._learner.model, rollout, self._chat, first)
-            self._learner.set_weights(training)
+        training = self._learner.weights()
+
+        def by(weights: dict[str, torch.Tensor]) -> set[int]:
+            self._learner.set_weights(weights)
+            return foretold(self._learner.model, rollout, self._chat, first)
+
+        published = by(self._published) if self._changed else exact
+        frozen = published if self._published is self._first else by(self._first)
+        self._learner.set_weights(training)
         for place in range(first, len(rollout.exchanges)):
-            scored = Scored(place in exact, place in published, rollout.seconds[place])
+            scored = Scored(place in exact, place in published, place in frozen, rollout.seconds[place])
             self.scored.append(scored)
             self._compared.append(scored)
 
@@ -279,7 +300,7 @@ class CoTraining:
 
     def _release(self) -> Version:
         about = {
-            "exact_rate": None if math.isnan(self.exact_rate) else round(self.exact_rate, 4),
+            **self.rates(),
             "scored": len(self.scored),
             "steps": self.figures.steps,
             "transitions": self.figures.seen,

@@ -160,27 +160,17 @@ async def _keep_up(publisher: Publisher, directory: Path, done: int, notes: Cons
 def _said(training: CoTraining) -> str:
     figures = training.figures
     count = len(training.scored)
-    rate = f"{training.exact_rate:.1%} of the last {count} observations exact" if count else "nothing scored yet"
+    rates = training.rates()
+    exact, frozen = rates["exact_rate"], rates["exact_rate_frozen"]
+    rate = f"{exact:.1%} of the last {count} observations exact, frozen {frozen:.1%}" if count else "nothing scored yet"
     loss = "" if math.isnan(figures.loss) else f", loss {figures.loss:.3f}"
     return f"{rate}; {figures.seen:,} transitions seen, {figures.steps:,} steps{loss}"
 
 
 def status(training: CoTraining) -> dict[str, Any]:
     """What the service says of itself. Rates are null until something was scored."""
-    scored = list(training.scored)
-    seconds = sum(each.seconds for each in scored)
-
-    def rate(part: float, whole: float) -> float | None:
-        return part / whole if whole else None
-
     figures = {name: None if value != value else value for name, value in asdict(training.figures).items()}
-    return {
-        **figures,
-        "scored": len(scored),
-        "exact_rate": training.exact_rate if scored else None,
-        "exact_rate_published": rate(sum(each.published for each in scored), len(scored)),
-        "exact_rate_of_seconds": rate(sum(each.seconds for each in scored if each.exact), seconds),
-    }
+    return {**figures, "scored": len(training.scored), **training.rates()}
 
 
 class _Collector:
@@ -208,6 +198,7 @@ _METRICS = {
     "scored": "Observations that the rates are of.",
     "exact_rate": "Share of the latest observations that the weights in training foretold before training on them.",
     "exact_rate_published": "The same of the weights that were published at the time.",
+    "exact_rate_frozen": "The same of the weights with which the co-training began.",
     "exact_rate_of_seconds": "Share of the tools' seconds that the commands took whose observations were foretold.",
 }
 
