@@ -306,6 +306,28 @@ def test_calls_that_are_items_of_their_own_are_one_step(tmp_path: Path) -> None:
     assert (step.command, step.observation) == ("pwd\nls", "a\nb")
 
 
+@pytest.mark.parametrize("named", ["t1", 7])
+def test_an_answer_is_that_of_the_call_it_names(tmp_path: Path, named: str | int) -> None:
+    other = "t2" if named == "t1" else 8
+    calls = [
+        {"role": "assistant", "tool_calls": [{"id": key, "function": {"name": "bash", "arguments": {"command": run}}}]}
+        for key, run in ((named, "ls"), (other, "pwd"))
+    ]
+    remark = {"role": "assistant", "content": [{"type": "text", "text": "And where?"}]}
+    answers = [answering(key, text) for key, text in (("none of them", "?"), (other, "/home"), (named, "a b"))]
+    (step,) = conversation(tmp_path, calls[0], remark, calls[1], *answers).steps
+    assert (step.command, step.observation) == ("ls\npwd", "a b\n/home")
+
+
+def test_calls_without_names_are_answered_in_their_order(tmp_path: Path) -> None:
+    call = {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "bash", "arguments": {"command": each}}} for each in "ab"],
+    }
+    (step,) = conversation(tmp_path, call, answering("x", "1"), answering("y", "2")).steps
+    assert (step.command, step.observation) == ("a\nb", "1\n2")
+
+
 def test_a_call_that_nobody_answers_is_the_last_generation(tmp_path: Path) -> None:
     rollout = conversation(
         tmp_path,

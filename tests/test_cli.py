@@ -255,6 +255,7 @@ def complaint(finished: subprocess.CompletedProcess[str]) -> str:
         (["--latency", "-3"], "--latency -3"),
         (["--output", "/dev/null/run"], "--output /dev/null/run: Not a directory"),
         (["--output", "{dir}/file"], "--output {dir}/file: File exists"),
+        (["--output", "{dir}/none", "--resume"], "{dir}/none/run.json: missing"),
         (["--output", "{dir}/foreign"], "{dir}/foreign/run.json: missing"),
         (["--seed", str(2**64)], "--seed"),
         (["--policy", "~nobody-of-this-name/model"], "model ~nobody-of-this-name/model: "),

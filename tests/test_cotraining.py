@@ -121,8 +121,8 @@ def test_weights_that_foretell_less_are_not_published(base: str, tmp_path: Path)
 def test_chance_does_not_roll_back(base: str, tmp_path: Path) -> None:
     with cotraining(tmp_path, base) as (_, training):
         training._changed = True
-        training._compared.extend([Scored(False, True, 1.0)] * 5 + [Scored(True, False, 1.0)] * 2)
-        training._compared.extend([Scored(True, True, 1.0)] * 40)
+        training._compared.extend([Scored(False, True, False, 1.0)] * 5 + [Scored(True, False, False, 1.0)] * 2)
+        training._compared.extend([Scored(True, True, True, 1.0)] * 40)
         assert training.publish() is not None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -80,6 +81,8 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str) -> None:
         ({"predictor": "oracle"}, "--predictor oracle: not one of"),
         ({"latency": "x"}, "latency"),
         ({"cotrain": True, "world_model": "http://localhost:1"}, "cotrain: a world model on a server is trained by"),
+        ({"policy": "http://localhost:1"}, "a server's URL is for the key server"),
+        ({"policy": ""}, "policy = ''"),
         ({"report_to": ["trackio"]}, "report_to: trackio is not installed; pip install trackio"),
     ],
 )
@@ -87,6 +90,11 @@ def test_what_cannot_be_carried_out_is_said_before_anything_is_loaded(flags: dic
     with pytest.raises(InputError) as raised:
         parse_all(read_settings(None, flags))
     assert said in str(raised.value)
+
+
+def test_a_flag_that_is_wrong_is_named_as_it_was_written() -> None:
+    with pytest.raises(InputError, match=r"^--learning-rate 2: Input should be less than or equal to 1$"):
+        read_settings(None, {"learning_rate": 2})
 
 
 def test_the_command_writes_a_file_and_says_what_it_would_do(tmp_path: Path) -> None:
@@ -108,6 +116,8 @@ def test_the_command_writes_a_file_and_says_what_it_would_do(tmp_path: Path) -> 
         env=os.environ | {"COLUMNS": "200"},
     )
     assert "3, of 2 tasks and 4 rollouts each" in dry.stdout
+    again = subprocess.run([*OBSSPEC, "train", file, "--dry-run", "--json"], capture_output=True, check=True)
+    assert json.loads(again.stdout)["world model"] == "none"  # No predictor uses it.
     nowhere = subprocess.run([*OBSSPEC, "train", file], capture_output=True, text=True, check=False)
     assert (nowhere.returncode, nowhere.stderr.count("\n")) == (2, 1)
 

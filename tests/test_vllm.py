@@ -668,7 +668,7 @@ async def test_new_adapters_are_followed(served: Served, tmp_path: Path) -> None
             await until(lambda: policy.model == "shell-v3")
             assert await written(policy) == expected[3]
 
-            # A trainer that was restarted publishes the same version once more. Whoever looks in between sees the second.
+            # A trainer that was restarted publishes the same version once more. Who looks in between sees the second.
             await publisher.publish(3, tmp_path / "0")
             async with FollowingPolicy.connect(served.url, "shell", tokenizer()) as another:
                 assert (another.model, await written(another)) == ("shell-v3", expected[1])

@@ -14,11 +14,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Annotated, Any, Literal, get_type_hints
 
 import anyio
 import typer
 from rich.console import Console, ConsoleRenderable
+from rich.table import Table
 from typer.exceptions import TyperException
 
 from obsspec.errors import InputError, writing
@@ -155,7 +157,7 @@ def rollout(
             "models to learn from; several runs may share it. Or the URL of an `obsspec world-model serve --listen`."
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run in --output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --output.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a policy on terminal tasks in the sandbox, and write the trajectories as JSONL.
@@ -202,11 +204,12 @@ def rollout(
 
 @app.command()
 def compare(
-    first: Annotated[Path, typer.Argument(help="A directory that `obsspec rollout` wrote.")],
+    first: Annotated[Path, typer.Argument(help="A directory of `obsspec rollout`, or a training's `rollouts`.")],
     second: Annotated[Path, typer.Argument(help="Another one, of the same tasks and seeds.")],
     as_json: Json = False,
 ) -> None:
-    """Say whether two runs that differ in their speculation alone produced the same trajectories, token for token.
+    """Say whether two runs that differ in their speculation alone produced the same trajectories, token for token, and
+    how long their agents took.
 
     Exit code 1 if a policy wrote other tokens after the same ones. Rollouts whose environment itself answered the same
     command differently are counted apart, by name.
@@ -334,7 +337,7 @@ def train(
     Every setting is in CONFIG and also a flag. The first Ctrl-C ends it after the step under way, with a checkpoint,
     the second one at once; after either, or after a crash, the same command with --resume goes on.
     """
-    from obsspec.reports.training import outlook_table, read_records, training_table
+    from obsspec.reports.training import outlook, read_records, training_table
     from obsspec.training.settings import config_text, parse_all, read_settings
 
     settings = read_settings(config, flags)
@@ -345,7 +348,18 @@ def train(
         return
     if dry_run:
         tasks, held_out = parse_all(settings)
-        _print(outlook_table(settings, len(tasks), len(held_out)))
+        if settings.trl and find_spec("trl") is not None:
+            with notes.status("loading TRL"), held_back():
+                from obsspec.training.policy import trl_config
+            trl_config(settings, Path(gettempdir()))
+        rows = outlook(settings, len(tasks), len(held_out))
+        if as_json:
+            _print_json(rows)
+        else:
+            table = Table(show_header=False, title="What this training would do", title_justify="left")
+            for row in rows.items():
+                table.add_row(*row)
+            _print(table)
         return
     if directory is None:
         raise InputError("--output: say where what comes out is to go, such as --output runs/training")

@@ -11,7 +11,7 @@ import re
 import shlex
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -19,11 +19,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from obsspec.analysis.messages import chat_messages, joined
+from obsspec.analysis.messages import Json, chat_messages, joined
 from obsspec.errors import InputError
 from obsspec.predictors.harness import SANDBOX
-
-Json = dict[str, Any]
 
 _CONCURRENT = 64
 """So many rollouts may be mixed with one another in a log of requests."""
@@ -437,9 +435,7 @@ def _messages(document: Json) -> Iterator[LoggedStep | float]:
                 yield generating
             asked, answers, asked_at, observed_at = commands, {}, time, time
         elif asked and (role == "tool" or (role == "user" and (not calls_tools or "raw_output" in _extra(message)))):
-            unanswered = next((key for key in asked if key not in answers), None)
-            key = message.get("tool_call_id")
-            key = key if key in asked else unanswered
+            key = _answered(message.get("tool_call_id"), asked, answers)
             if key is not None:
                 answers[key] = _message_observation(message)
                 observed_at = time
@@ -450,6 +446,15 @@ def _messages(document: Json) -> Iterator[LoggedStep | float]:
             observed_at = time
     if asked:
         yield from _turn(asked, answers, _between(asked_at, observed_at), generating)
+
+
+def _answered(named: Any, asked: Mapping[str, str], answers: Mapping[str, str]) -> str | None:
+    """Which call an answer is of that names this one: the first without an answer where it names none, or where calls
+    have no names."""
+    if named is not None and str(named) in asked:
+        return str(named)
+    waiting = (key for key in asked if key not in answers)
+    return next((key for key in waiting if named is None or key.startswith(_UNNAMED)), None)
 
 
 def _turn(
@@ -476,16 +481,23 @@ _RESPONSE = _Reader(
 
 
 def _calls(message: Json) -> dict[str, str]:
-    """What a message of the policy calls, in its order: by the id that the answer names, or by place."""
+    """What a message of the policy calls, in its order: by the name that its answer gives, or by place."""
     actions = _extra(message).get("actions")
     if isinstance(actions, list):
         actions = [each if isinstance(each, dict) else {"command": each} for each in actions]
-        return {str(each.get("tool_call_id") or place): each["command"] for place, each in enumerate(actions)}
+        return {_key(each.get("tool_call_id"), place): each["command"] for place, each in enumerate(actions)}
     calls = message.get("tool_calls") or []
     return {
-        str(call.get("id") or place): _call(call["function"]["name"], call["function"]["arguments"])
+        _key(call.get("id"), place): _call(call["function"]["name"], call["function"]["arguments"])
         for place, call in enumerate(calls)
     }
+
+
+_UNNAMED = "#"
+
+
+def _key(named: Any, place: int) -> str:
+    return f"{_UNNAMED}{place}" if named is None else str(named)
 
 
 def _blocks(message: Json) -> dict[str, str]:

@@ -45,14 +45,14 @@ def chat_messages(item: Any) -> list[Json] | None:
 
 def joined(messages: Iterable[Json]) -> list[Json]:
     """The messages of a conversation. Calls that follow one another, as where each is an item of its own, are one
-    message's: the policy goes on when all are answered."""
+    message's, whatever is remarked between them: the policy goes on when all are answered."""
     conversation: list[Json] = []
     for message in messages:
-        if conversation and message.get("tool_calls") and conversation[-1].get("tool_calls"):
+        if not (conversation and conversation[-1].get("tool_calls") and message.get("role") == "assistant"):
+            conversation.append(message)
+        elif message.get("tool_calls"):
             before = conversation.pop()
             conversation.append({**message, "tool_calls": [*before["tool_calls"], *message["tool_calls"]]})
-        else:
-            conversation.append(message)
     return conversation
 
 

@@ -118,7 +118,7 @@ class VllmPolicy:
             return finish
         self.check(request.sampling)
         sampled = len(request.resume.tokens)
-        version = self.weight_version
+        model, version = self.model, self.weight_version
         reason: str | None = None
 
         def take(event: Any) -> None:
@@ -131,7 +131,9 @@ class VllmPolicy:
                     sampled += len(tokens)
                     logprobs = choice["logprobs"]
                     second = _runners_up(tokens, logprobs["top_logprobs"]) if request.wants_runners_up else ()
-                    emit(Chunk(tuple(tokens), tuple(logprobs["token_logprobs"]), version, second))
+                    # An adapter stays with the requests that began with it; all weights change under them.
+                    by = self.weight_version if self.model == model else version
+                    emit(Chunk(tuple(tokens), tuple(logprobs["token_logprobs"]), by, second))
                 reason = choice["finish_reason"]
 
         # The rollout's name may hold anything, headers may not.

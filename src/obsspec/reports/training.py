@@ -203,7 +203,10 @@ class Display:
             f"{rollouts.seconds:.0f}",
             f"{record.update_seconds:.0f}",
             f"{record.seconds:.0f}",
-            f"{record.seconds + rollouts.seconds_without - rollouts.seconds:.0f}",
+            # Rollouts that were begun ahead were hidden as well, and how much of that is left is not known.
+            f"{record.seconds + rollouts.seconds_without - rollouts.seconds:.0f}"
+            if record.waiting_seconds >= rollouts.seconds
+            else "",
             _world_model(record.world_model),
         )
         self._rows = [*self._rows, row][-_SHOWN:]
@@ -257,38 +260,37 @@ def training_table(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[s
     return table
 
 
-def outlook_table(settings: TrainingSettings, tasks: int, held_out: int) -> Table:
-    """What a training is going to do, before it does it."""
-    optimization, rollouts = settings.optimization, settings.rollouts
+def outlook(settings: TrainingSettings, tasks: int, held_out: int) -> dict[str, str]:
+    """What a training is going to do, before it does it, in words."""
+    optimization, rollouts, speculation = settings.optimization, settings.rollouts, settings.speculation
     steps, each = optimization.steps, settings.rollouts_per_step
     evaluations = len(evaluation_steps(steps, optimization.evaluate_every)) if held_out else 0
-    table = Table(show_header=False, title="What this training would do", title_justify="left")
-    table.add_row("policy", f"{settings.policy.policy}, {'all weights' if settings.policy.full else 'an adapter'}")
-    table.add_row("sampled from", settings.policy.server or f"this process, in {settings.policy.precision}")
-    table.add_row("learns on", f"{tasks} tasks: {settings.tasks.tasks}")
-    table.add_row("steps", f"{steps}, of {rollouts.tasks_per_step} tasks and {rollouts.group} rollouts each")
-    table.add_row("passes over the tasks", f"{steps * rollouts.tasks_per_step / tasks:.2f}")
-    table.add_row(
-        "rollouts",
-        f"{steps * each:,} of at most {rollouts.max_turns} turns and {rollouts.max_context:,} tokens, "
-        f"{rollouts.concurrency} at a time",
-    )
-    table.add_row("tokens learned from", f"at most {steps * each * rollouts.max_context:,}")
     samples = held_out * optimization.evaluation_samples
-    table.add_row("evaluations", f"{evaluations} of {samples} rollouts on {held_out} held-out tasks, not speculated on")
-    speculation = settings.speculation
-    table.add_row(
-        "speculation",
-        f"{speculation.predictor}, depth {speculation.depth}, breadth {speculation.breadth}"
+    world_model = f"{speculation.world_model}, {'co-trained' if speculation.cotrain else 'frozen'}"
+    if speculation.depth == 0 or "language_model" not in speculation.predictor.split(","):
+        world_model = f"{world_model} for later: no predictor uses it" if speculation.cotrain else "none"
+    needs = ["trl", "datasets", *optimization.report_to]
+    missing = [name for name in needs if find_spec(name) is None]
+    return {
+        "policy": f"{settings.policy.policy}, {'all weights' if settings.policy.full else 'an adapter'}",
+        "sampled from": settings.policy.server or f"this process, in {settings.policy.precision}",
+        "learns on": f"{tasks} tasks: {settings.tasks.tasks}",
+        "steps": f"{steps}, of {rollouts.tasks_per_step} tasks and {rollouts.group} rollouts each",
+        "passes over the tasks": f"{steps * rollouts.tasks_per_step / tasks:.2f}",
+        "rollouts": f"{steps * each:,} of at most {rollouts.max_turns} turns and {rollouts.max_context:,} tokens, "
+        f"{rollouts.concurrency} at a time",
+        "tokens read in learning": f"at most {steps * each * rollouts.max_context:,}",
+        "evaluations": f"{evaluations} of {samples} rollouts, not speculated on, on {held_out} tasks: "
+        f"{settings.tasks.held_out}"
+        if evaluations
+        else "none",
+        "speculation": f"{speculation.predictor}, depth {speculation.depth}, breadth {speculation.breadth}"
         if speculation.depth
         else "none",
-    )
-    table.add_row("world model", f"{speculation.world_model}, {'co-trained' if speculation.cotrain else 'frozen'}")
-    table.add_row("checkpoints", f"every {optimization.checkpoint_every} steps, the last {optimization.keep} kept")
-    needs = ["trl and datasets"] + [f"{name}" for name in optimization.report_to]
-    missing = [name for name in ("trl", "datasets", *optimization.report_to) if find_spec(name) is None]
-    table.add_row("needs", ", ".join(needs) + (f"; missing: {', '.join(missing)}" if missing else "; all there"))
-    return table
+        "world model": world_model,
+        "checkpoints": f"every {optimization.checkpoint_every} steps, the last {optimization.keep} kept",
+        "needs": ", ".join(needs) + (f"; missing: {', '.join(missing)}" if missing else "; all there"),
+    }
 
 
 def evaluation_steps(steps: int, every: int) -> list[int]:

@@ -36,7 +36,6 @@ class CoTrainer:
     log: Path
     _command: list[str]
     _process: subprocess.Popen[bytes]
-    restarts: int = 0
 
     @classmethod
     @contextmanager
@@ -70,7 +69,6 @@ class CoTrainer:
         """Starts it again where it has ended. Rollouts meanwhile use the version that it published last."""
         if self._process.poll() is not None:
             notes(f"co-training ended ({self._last_words()}); starting it again")
-            self.restarts += 1
             self._process = _started(self._command, self.log)
 
     def about(self) -> dict[str, Any]:

@@ -79,9 +79,7 @@ class Collection:
 
     @classmethod
     @contextmanager
-    def open(
-        cls, models: Models, plan: Plan, seats: Seats, gate: ExpectedValue, ahead: int = 0
-    ) -> Iterator[Collection]:
+    def open(cls, models: Models, plan: Plan, seats: Seats, gate: ExpectedValue, ahead: int) -> Iterator[Collection]:
         """With a speculator of ``models``. When the block ends nothing that it started is left.
 
         ``ahead``: as for `take`.
@@ -95,7 +93,7 @@ class Collection:
             try:
                 yield collection
             finally:
-                for begun in collection._steps.values():
+                for begun in reversed(collection._steps.values()):  # Else the next in turn would begin.
                     begun.cancel()
 
     @property
@@ -119,14 +117,18 @@ class Collection:
         """
         for each in range(step, min(step + self._ahead, last) + 1):
             if each not in self._steps:
-                self._steps[each] = _Work(self._portal, partial(self._in_turn, collect, each))
+                self._steps[each] = _Work(self._portal, partial(self._in_turn, partial(collect, each)))
         result: Result = self._steps[step].result()
         del self._steps[step]
         return result
 
-    async def _in_turn(self, collect: Callable[[int], Awaitable[Result]], step: int) -> Result:
+    def collect(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """What ``work`` returns, which collects rollouts: not beside those of a step."""
+        return self.call(partial(self._in_turn, work))
+
+    async def _in_turn(self, work: Callable[[], Awaitable[Result]]) -> Result:
         async with self._one_at_a_time:
-            return await collect(step)
+            return await work()
 
     async def run(
         self,
@@ -134,7 +136,7 @@ class Collection:
         environment: OpenEnvironment,
         concurrency: int,
         finished: Callable[[Trajectory | Failure], None],
-        speculating: bool = True,
+        speculating: bool,
     ) -> list[Trajectory | Failure]:
         """As `obsspec.rollout.rollouts` does. To be called in the event loop."""
         speculator = self._speculator if speculating else self._sequential

@@ -206,6 +206,7 @@ class CoTraining:
             "base": self._base,
             "rank": self._recipe.rank,
             "learner": self._learner.state(),
+            "first": self._first,
             "published": self._published,
             "changed": self._changed,
             "warm": self._warm,
@@ -228,19 +229,21 @@ class CoTraining:
         """
         first = max(first, len(rollout.exchanges) - _MOST_SCORED)
         exact = foretold(self._learner.model, rollout, self._chat, first)
-        training = self._learner.weights()
-
-        def by(weights: dict[str, torch.Tensor]) -> set[int]:
-            self._learner.set_weights(weights)
-            return foretold(self._learner.model, rollout, self._chat, first)
-
-        published = by(self._published) if self._changed else exact
-        frozen = published if self._published is self._first else by(self._first)
-        self._learner.set_weights(training)
+        published = self._foretold_by(self._published, rollout, first) if self._changed else exact
+        frozen = published if self._published is self._first else self._foretold_by(self._first, rollout, first)
         for place in range(first, len(rollout.exchanges)):
             scored = Scored(place in exact, place in published, place in frozen, rollout.seconds[place])
             self.scored.append(scored)
             self._compared.append(scored)
+
+    def _foretold_by(self, weights: dict[str, torch.Tensor], rollout: StoredRollout, first: int) -> set[int]:
+        """By weights that are not in training."""
+        training = self._learner.weights()
+        try:
+            self._learner.set_weights(weights)
+            return foretold(self._learner.model, rollout, self._chat, first)
+        finally:
+            self._learner.set_weights(training)
 
     def _batch(self) -> list[Row]:
         """So many rows as a step has, of what is new and of all there is; fewer where there is little to learn."""
@@ -319,7 +322,7 @@ class CoTraining:
             begun = state["base"], state["rank"]
             if begun == (self._base, self._recipe.rank):
                 self._learner.restore(state["learner"])
-                self._published = state["published"]
+                self._first, self._published = state["first"], state["published"]
                 self._changed, self._warm = state["changed"], state["warm"]
                 self._read, self._owed = state["read"], state["owed"]
                 self._waiting.places.update(state["waiting"])

@@ -29,7 +29,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, get_type_hints
@@ -57,14 +57,13 @@ from obsspec.reports.training import (
     rollout_figures,
 )
 from obsspec.rollout import Failure
-from obsspec.runs import find_models
 from obsspec.training.beside import CoTrainer
 from obsspec.training.collection import Jobs
 from obsspec.training.finetune import Recipe, Trainable, load_trainable
 from obsspec.training.sampled import SampledPolicy
 from obsspec.training.settings import TrainingSettings, config_text, parse_all, read_settings
 from obsspec.training.transitions import Transitions, recorded
-from obsspec.training.versions import only_process
+from obsspec.training.versions import only_process, publishing_alone, sync_all
 from obsspec.types import Task, Trajectory
 
 _CHECKPOINT = "checkpoint-"
@@ -81,10 +80,21 @@ _RELIED_ON = (
     "steps_per_generation",
     "generation_batch_size",
     "eval_strategy",
+    "eval_on_start",
     "num_train_epochs",
     "num_iterations",
+    "reward_weights",
+    "logging_strategy",
+    "ignore_data_skip",
+    "save_only_model",
 )
 """Of TRL's settings, those that have to stay as they are."""
+_NAMES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+}
+"""What these may be, where they are text: TRL says so only after the rollouts of a step."""
 
 
 def train(settings: TrainingSettings, output: Path, resume: bool, notes: Console) -> None:
@@ -94,27 +104,27 @@ def train(settings: TrainingSettings, output: Path, resume: bool, notes: Console
     ``resume`` goes on from the last checkpoint. Raises InputError where it cannot go on; the checkpoints stay.
     """
     tasks, held_out = parse_all(settings)
-    config = _config(settings, output)
+    config = trl_config(settings, output)
     with ExitStack() as stack:
         stack.enter_context(only_process(output))
+        stack.enter_context(publishing_alone(output / "policy"))
         _check_resumable(output, settings, resume)
-        # Before anything is written: a start that failed takes no directory.
-        if settings.policy.server:
-            find_models(replace(settings.plan(), policy=settings.policy.server))
         with notes.status("loading the policy"), quiet():
             rank = None if settings.policy.full else settings.policy.rank
             base, adapter = base_and_adapter(settings.policy.policy, "policy")
             trainable = load_trainable(base, Recipe(rank=rank, seed=settings.optimization.seed), adapter)
         store = output / "transitions.sqlite"
         transitions = stack.enter_context(Transitions.open(store))
-        with writing(output, "directory"):
-            (output / "settings.toml").write_text(config_text(settings))
         rollouts = stack.enter_context(open_run(output / "rollouts", _decisive(settings), resume=True))
         cotrainer = _cotrainer(settings, output, store, stack)
         last = newest_checkpoint(output)
         gate = ExpectedValue.load(last / "gate.json") if last else ExpectedValue()
         with notes.status("loading what is sampled from"), quiet():
             sampled = stack.enter_context(SampledPolicy.open(settings, output, trainable, cotrainer, gate))
+        # Now that all is there: a start that failed takes no directory.
+        with writing(output, "directory"):
+            (output / "settings.new").write_text(config_text(settings))
+            (output / "settings.new").replace(output / "settings.toml")
         sampled.collection.remember(transitions.after(max(0, transitions.latest_id() - _MOST_REMEMBERED)))
         journal = Journal(output, _step_of(last) if last else 0)
         run = _Run(settings, tasks, held_out, sampled, rollouts, transitions, cotrainer, gate, journal, notes)
@@ -310,7 +320,8 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
         self.display.step(record)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._evaluate(state.global_step)
+        if not self._ending:
+            self._evaluate(state.global_step)
 
     def _evaluate(self, step: int) -> None:
         """Where it is due: after every so many steps, before the first and after the last."""
@@ -322,7 +333,7 @@ class _Loop(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
         again = [task for task in self.run.held_out for _ in range(optimization.evaluation_samples)]
         jobs = [(task, optimization.seed * _SEEDS + place) for place, task in enumerate(again)]
         what = f"after step {step}: held-out tasks"
-        _, figures = self.run.sampled.collection.call(lambda: self._rollouts(what, jobs, speculating=False))
+        _, figures = self.run.sampled.collection.collect(lambda: self._rollouts(what, jobs, speculating=False))
         record = EvaluationRecord(step, figures)
         self.run.journal.write(record)
         self.display.evaluation(record)
@@ -378,10 +389,11 @@ class _Trainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
         try:
             super()._save_checkpoint(model, trial)
             self.loop.save(directory)
+            sync_all(directory)
             (directory / _COMPLETE).touch()
         except (OSError, RuntimeError, SafetensorError, InputError) as error:  # All of them are words for a full disk.
             shutil.rmtree(directory, ignore_errors=True)
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
             raise InputError(
                 f"{directory}: {reason}; make room, and --resume goes on from the last checkpoint"
             ) from error
@@ -389,7 +401,7 @@ class _Trainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not typed
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _config(settings: TrainingSettings, output: Path) -> GRPOConfig:
+def trl_config(settings: TrainingSettings, output: Path) -> GRPOConfig:
     """TRL's settings. Raises InputError for what ``[trl]`` may not say."""
     optimization, rollouts = settings.optimization, settings.rollouts
     chosen: dict[str, Any] = {
@@ -418,6 +430,9 @@ def _config(settings: TrainingSettings, output: Path) -> GRPOConfig:
             TypeAdapter(known[name]).validate_python(value)
         except ValidationError as error:
             raise InputError(f"[trl] {name} = {value!r:.100}: {error.errors()[0]['msg']}") from None
+        if name in _NAMES and isinstance(value, str) and value not in _NAMES[name]:
+            remedy = did_you_mean(value, _NAMES[name], f"it takes {', '.join(_NAMES[name])}")
+            raise InputError(f"[trl] {name} = {value!r:.100}: is nothing that TRL has; {remedy}")
     defaults: dict[str, Any] = {
         "lr_scheduler_type": "constant",
         "max_completion_length": rollouts.max_context,
@@ -553,6 +568,8 @@ def _decisive(settings: TrainingSettings) -> dict[str, Any]:
 def _check_resumable(output: Path, settings: TrainingSettings, resume: bool) -> None:
     file = output / "settings.toml"
     if not file.exists():
+        if resume:
+            raise InputError(f"--output {output}: holds no training; leave --resume out to begin one")
         return
     if not resume:
         raise InputError(f"--output {output}: holds a training already; add --resume or choose another directory")

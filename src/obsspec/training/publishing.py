@@ -133,6 +133,8 @@ def _refusals(directory: Path, flags: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise InputError(f"{error}; {remedy}") from error
+    except (LookupError, TypeError) as error:
+        raise InputError(f"the server answers what no such server does; {remedy}") from error
     except PolicyError as error:
         # vLLM says these with the status of what may pass.
         if "LoRA is not enabled" in str(error) or "max_lora_rank" in str(error):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from obsspec.gate import ExpectedValue
 from obsspec.loading import Models, load
 from obsspec.policies.http import Server
 from obsspec.policies.local import LocalPolicy
+from obsspec.policies.networks import Network
 from obsspec.policies.versions import versioned
 from obsspec.policies.vllm import VllmPolicy
 from obsspec.runs import find_models
@@ -45,7 +46,9 @@ class SampledPolicy:
         """Rollouts of it."""
         self._settings = settings
         self._directory = directory
-        self._version: Version | None = None
+        self._current: tuple[Version, int] | None = None
+        """With its step. For the event loop."""
+        self._one_at_a_time = anyio.Lock()
         self._publisher: Publisher | None = None
         if settings.server:
             connection = collection.enter(Server(settings.server))
@@ -86,28 +89,53 @@ class SampledPolicy:
         will not take them.
         """
         write = partial(save_weights, self.trainable, precision=torch.float32)
-        self._version = publish_version(self._directory, self.trainable.base, write, {"step": step})
-        policy = self.collection.policy
-        if isinstance(policy, LocalPolicy):
-            network, _ = load(str(self._version.directory), "policy", self._settings.precision)
-            policy.replace(network, step)
-        elif isinstance(policy, VllmPolicy):
-            self.collection.call(self.bring_back)
-            policy.weight_version = step
-            if not self._settings.full:
-                policy.model = versioned(_ON_SERVER, self._version.number)
+        version = publish_version(self._directory, self.trainable.base, write, {"step": step})
+        if self._settings.server:
+            self.collection.call(partial(self._publish, version, step))
+        else:
+            network, _ = load(str(version.directory), "policy", self._settings.precision)
+            self.collection.call(partial(self._replace, network, step))
 
     async def bring_back(self) -> None:
-        """Gives a server the current version, which it may have lost; waits for one that is restarting.
+        """Gives a server the current version where it has lost it; waits for one that is restarting.
 
         Raises InputError for one that does not come back. To be called in the event loop.
         """
-        if self._publisher is None or self._version is None:
-            return None
+        if self._settings.server and self._current is not None:
+            await self._until_it_answers(self._give_if_lost)
+
+    # In the event loop, so that no request is half of one version and half of another.
+
+    async def _replace(self, network: Network, step: int) -> None:
+        assert isinstance(self.collection.policy, LocalPolicy)
+        self.collection.policy.replace(network, step)
+
+    async def _publish(self, version: Version, step: int) -> None:
+        self._current = version, step
+        await self._until_it_answers(self._give)
+
+    async def _give_if_lost(self) -> None:
+        """All weights look the same from here, old and new."""
+        assert isinstance(self.collection.policy, VllmPolicy)
+        if self._settings.full or self.collection.policy.model not in await self.collection.policy.models():
+            await self._give()
+
+    async def _give(self) -> None:
+        policy = self.collection.policy
+        assert self._current is not None and self._publisher is not None and isinstance(policy, VllmPolicy)
+        version, step = self._current
+        await self._publisher.publish(version.number, version.directory)
+        policy.weight_version = step
+        if not self._settings.full:
+            policy.model = versioned(_ON_SERVER, version.number)
+
+    async def _until_it_answers(self, give: Callable[[], Awaitable[None]]) -> None:
+        """One at a time: an adapter that is loaded anew is away for a moment."""
         until = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:
-                return await self._publisher.publish(self._version.number, self._version.directory)
+                async with self._one_at_a_time:
+                    return await give()
             except PolicyError as error:
                 if time.monotonic() > until:
                     raise InputError(f"policy server: {error}; start it again, and --resume goes on") from None

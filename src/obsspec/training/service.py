@@ -144,17 +144,16 @@ async def _keep_up(publisher: Publisher, directory: Path, done: int, notes: Cons
     """Brings each new version to a server, beside the training; where a newer one has come meanwhile, that one.
     ``done``: the version that it has."""
     while True:
-        version = current_version(directory)
-        if version is None or version.number == done:
-            await anyio.sleep(_IDLE_SECONDS / 2)
-            continue
         try:
+            version = current_version(directory)
+            if version is None or version.number == done:
+                await anyio.sleep(_IDLE_SECONDS / 2)
+                continue
             await publisher.publish(version.number, version.directory)
-        except (PolicyError, InputError) as error:
-            notes.print(f"version {version.number} not taken, trying again: {error}", soft_wrap=True)
-            await anyio.sleep(_RETRY_SECONDS)
-        else:
             done = version.number
+        except (PolicyError, InputError) as error:
+            notes.print(f"the newest version was not taken, trying again: {error}", soft_wrap=True)
+            await anyio.sleep(_RETRY_SECONDS)
 
 
 def _said(training: CoTraining) -> str:

@@ -103,9 +103,9 @@ class SpeculationSettings:
 
     depth: Annotated[int, Ge(0), Doc("How many observations ahead; 0 is without speculation.")] = 2
     breadth: Annotated[int, Ge(1), Doc("How many drafts to try for one observation.")] = 2
-    predictor: Annotated[str, Doc("Any of rules,memory,language_model,timeouts, the last but one with a core.")] = (
-        "rules,memory,timeouts"
-    )
+    predictor: Annotated[
+        str, Doc("Any of rules,memory,language_model,timeouts, or off. language_model wants a core.")
+    ] = "rules,memory,timeouts"
     world_model: Annotated[
         str,
         Doc(
@@ -139,7 +139,10 @@ class OptimizationSettings:
     keep: Annotated[int, Ge(1), Doc("Checkpoints that stay.")] = 2
     report_to: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...],
-        Doc("Where figures go besides steps.jsonl; what is named has to be installed."),
+        Doc(
+            "Where figures go besides the two JSONL files: tensorboard, wandb or trackio, which has to be "
+            "installed. The flag may be repeated."
+        ),
     ] = ()
 
 
@@ -258,7 +261,10 @@ def read_settings(file: Path | None, flags: Mapping[str, Any]) -> TrainingSettin
             raise InputError(f"{source}: {first['msg']}") from None
         section, *names = map(str, first["loc"])
         value = json.dumps(first["input"], default=str)
-        raise InputError(f"{source}: [{section}] {'.'.join(names)} = {value:.100}: {first['msg']}") from None
+        where = f"{source}: [{section}] {'.'.join(names)} ="
+        if flags.get(names[0]) is not None:
+            where = f"--{names[0].replace('_', '-')}"
+        raise InputError(f"{where} {value:.100}: {first['msg']}") from None
 
 
 def _check_keys(said: Iterable[str], known: list[str], where: str, sections: Mapping[str, str]) -> None:
@@ -277,6 +283,9 @@ def parse_all(settings: TrainingSettings) -> tuple[list[Task], list[Task]]:
 
     plan = settings.plan()
     plan.environment()
+    policy = settings.policy.policy
+    if not policy or is_url(policy):
+        raise InputError(f"policy = {policy!r}: name the model that is trained; a server's URL is for the key server")
     if settings.policy.server and not is_url(settings.policy.server):
         raise InputError(f"server = {settings.policy.server!r}: is no URL, such as http://localhost:8000")
     tasks = parse_tasks(settings.tasks.tasks)
@@ -286,7 +295,8 @@ def parse_all(settings: TrainingSettings) -> tuple[list[Task], list[Task]]:
         raise InputError(f"held_out: {min(both)} is one of tasks as well; evaluate on others than are learned on")
     if len(tasks) < settings.rollouts.tasks_per_step:
         raise InputError(
-            f"tasks: {len(tasks)} are fewer than tasks_per_step = {settings.rollouts.tasks_per_step}; give more"
+            f"tasks: {len(tasks)} are fewer than tasks_per_step = {settings.rollouts.tasks_per_step}; give more, "
+            "or take fewer a step"
         )
     if settings.speculation.cotrain and is_url(settings.speculation.world_model):
         raise InputError(
@@ -294,7 +304,8 @@ def parse_all(settings: TrainingSettings) -> tuple[list[Task], list[Task]]:
         )
     if settings.rollouts_per_step % settings.optimization.rows:
         raise InputError(
-            f"rows = {settings.optimization.rows}: does not divide the {settings.rollouts_per_step} rollouts of a step"
+            f"rows = {settings.optimization.rows}: does not divide the {settings.rollouts_per_step} rollouts of a "
+            "step; choose one that does, such as 1"
         )
     for package in settings.optimization.report_to:
         if find_spec(package) is None:

@@ -78,9 +78,7 @@ def publish_version(root: Path, base: str, write: Callable[[Path], None], about:
             new.mkdir()
             write(new)
             (new / "version.json").write_text(described)
-            for file in new.rglob("*"):
-                _sync(file)
-            _sync(new)
+            sync_all(new)
             new.rename(_directory(root, version))
             (Path(scratch) / _CURRENT).write_text(described)
             _sync(Path(scratch) / _CURRENT)
@@ -124,6 +122,13 @@ def _directory(root: Path, number: int) -> Path:
 def _numbers(root: Path) -> list[int]:
     names = (re.fullmatch(r"v(\d{6,})", path.name) for path in root.iterdir())
     return [int(name[1]) for name in names if name]
+
+
+def sync_all(directory: Path) -> None:
+    """Returns when all that is in it would outlive a loss of power."""
+    for file in directory.rglob("*"):
+        _sync(file)
+    _sync(directory)
 
 
 def _sync(path: Path) -> None:
