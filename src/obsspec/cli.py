@@ -164,7 +164,7 @@ def rollout(
 
     A crash or Ctrl-C loses at most the rollouts in flight: the same command with --resume goes on.
     """
-    from obsspec.reports.records import read_trajectories
+    from obsspec.reports.records import read_settings, read_trajectories
     from obsspec.reports.summary import summarize
     from obsspec.reports.tables import families_table, summary_table
     from obsspec.runs import Plan, run
@@ -188,6 +188,8 @@ def rollout(
         precision=precision,
         latency=latency,
     )
+    if resume:
+        read_settings(directory)  # A name that is mistyped begins no run.
     with _interruptible(f"the rollouts that had ended are in {directory}; the same command with --resume goes on"):
         broken = run(plan, directory, resume, concurrency, seats, gate, notes, transitions)
     summary = summarize(read_trajectories(directory))

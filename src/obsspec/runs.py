@@ -18,7 +18,7 @@ from obsspec.environments.sandbox import open_sandbox
 from obsspec.errors import InputError
 from obsspec.gate import ExpectedValue
 from obsspec.policies import Precision
-from obsspec.reports.records import line_of, open_run, read_settings
+from obsspec.reports.records import line_of, open_run
 from obsspec.reports.tables import counting
 from obsspec.rollout import Failure, rollouts
 from obsspec.signals import held_back
@@ -173,8 +173,6 @@ def run(
     the plan cannot be carried out or one of these places not be written.
     """
     plan.predictors()
-    if resume:
-        read_settings(output)  # A name that is mistyped begins no run.
     jobs, tools = plan.jobs(), plan.environment()
     instructions = {task.id: task.instruction for task, _ in jobs}
     with notes.status("asking for the models"):
