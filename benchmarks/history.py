@@ -47,8 +47,6 @@ WAYS: dict[str, Callable[[str], str]] = {
     "first 2000": lambda text: text[:2000],
     "last 2000": lambda text: text[-2000:],
 }
-
-
 TRAINED = (200, 500, 2000)
 """Characters kept, half of them the first and half the last, where models are trained."""
 HELD_OUT = 0.25
@@ -95,13 +93,13 @@ class Learned:
     nats: float = 0.0
 
 
-def rows(rollouts: Iterable[LoggedRollout], form: ChatFormat, characters: int, longest: int) -> list[Row]:
+def rows(rollouts: Iterable[LoggedRollout], form: ChatFormat, characters: int) -> list[Row]:
     limits = Limits(observation_characters=characters)
     found: list[Row] = []
     for rollout in rollouts:
         exchanges = [Exchange(step.command, step.observation) for step in rollout.steps]
         found += world_model_rows("", exchanges, [1.0] * len(exchanges), WorldModelChat(form), limits)
-    return [cut for row in found if (cut := row.cut(longest)).spans]
+    return found
 
 
 def train(rollouts: Sequence[LoggedRollout], form: ChatFormat, characters: int, tokens: int, notes: Console) -> Learned:
@@ -111,10 +109,10 @@ def train(rollouts: Sequence[LoggedRollout], form: ChatFormat, characters: int, 
     trainable = load_trainable(DEFAULT_MODEL, recipe)
     with tempfile.TemporaryDirectory() as scratch:
         what = f"{characters} characters"
-        finetune(what, trainable, rows(taught, form, characters, recipe.longest), Path(scratch) / "model", recipe, {})
+        finetune(what, trainable, rows(taught, form, characters), Path(scratch) / "model", recipe, {})
     learned = Learned()
     model = trainable.model.eval()
-    asked = rows(scored, form, characters, recipe.longest)
+    asked = rows(scored, form, characters)
     with counting(notes, "scoring", len(asked)) as advance, torch.inference_mode():
         for row in asked:
             exact = exact_spans(model, row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -319,12 +320,15 @@ def test_an_answer_is_that_of_the_call_it_names(tmp_path: Path, named: str | int
     assert (step.command, step.observation) == ("ls\npwd", "a b\n/home")
 
 
-def test_calls_without_names_are_answered_in_their_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("unnamed", "names"), [({}, "xy"), ({"id": ""}, ("", ""))])
+def test_calls_without_names_are_answered_in_their_order(
+    tmp_path: Path, unnamed: dict[str, str], names: Sequence[str]
+) -> None:
     call = {
         "role": "assistant",
-        "tool_calls": [{"function": {"name": "bash", "arguments": {"command": each}}} for each in "ab"],
+        "tool_calls": [{**unnamed, "function": {"name": "bash", "arguments": {"command": each}}} for each in "ab"],
     }
-    (step,) = conversation(tmp_path, call, answering("x", "1"), answering("y", "2")).steps
+    (step,) = conversation(tmp_path, call, answering(names[0], "1"), answering(names[1], "2")).steps
     assert (step.command, step.observation) == ("a\nb", "1\n2")
 
 

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Annotated, Any, Literal, get_type_hints
 
 import anyio
@@ -353,7 +352,7 @@ def train(
         if settings.trl and find_spec("trl") is not None:
             with notes.status("loading TRL"), held_back():
                 from obsspec.training.policy import trl_config
-            trl_config(settings, Path(gettempdir()))
+            trl_config(settings, directory or Path())
         rows = outlook(settings, len(tasks), len(held_out))
         if as_json:
             _print_json(rows)

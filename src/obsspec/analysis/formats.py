@@ -451,10 +451,10 @@ def _messages(document: Json) -> Iterator[LoggedStep | float]:
 def _answered(named: Any, asked: Mapping[str, str], answers: Mapping[str, str]) -> str | None:
     """Which call an answer is of that names this one: the first without an answer where it names none, or where calls
     have no names."""
-    if named is not None and str(named) in asked:
+    if str(named) in asked:
         return str(named)
     waiting = (key for key in asked if key not in answers)
-    return next((key for key in waiting if named is None or key.startswith(_UNNAMED)), None)
+    return next((key for key in waiting if named in _NO_NAMES or key.startswith(_UNNAMED)), None)
 
 
 def _turn(
@@ -493,11 +493,12 @@ def _calls(message: Json) -> dict[str, str]:
     }
 
 
+_NO_NAMES = (None, "")
 _UNNAMED = "#"
 
 
 def _key(named: Any, place: int) -> str:
-    return f"{_UNNAMED}{place}" if named is None else str(named)
+    return f"{_UNNAMED}{place}" if named in _NO_NAMES else str(named)
 
 
 def _blocks(message: Json) -> dict[str, str]:

@@ -262,7 +262,7 @@ def read_settings(file: Path | None, flags: Mapping[str, Any]) -> TrainingSettin
         section, *names = map(str, first["loc"])
         value = json.dumps(first["input"], default=str)
         where = f"{source}: [{section}] {'.'.join(names)} ="
-        if flags.get(names[0]) is not None:
+        if names and flags.get(names[0]) is not None:
             where = f"--{names[0].replace('_', '-')}"
         raise InputError(f"{where} {value:.100}: {first['msg']}") from None
 
