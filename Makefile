@@ -4,13 +4,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint develop bench clean
+.PHONY: demo test test-verl lint develop bench clean
 
 demo: $(VENV)/.local
 	$(BIN)/obsspec demo
 
 test: $(VENV)/.development $(VENV)-vllm/.complete lint
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
+
+# Those of verl's agent loop, in an environment of their own.
+test-verl: $(VENV)-verl/.complete
+	$(VENV)-verl/bin/pytest tests/in_verl
 
 lint: $(VENV)/.development
 	$(BIN)/ruff format --check src tests benchmarks
@@ -43,5 +47,11 @@ $(VENV)-vllm/.complete: scripts/vllm_environment.sh constraints.txt
 	PYTHON=$(PYTHON) scripts/vllm_environment.sh $(VENV)-vllm
 	touch $@
 
+# verl and Ray, for the tests of its agent loop.
+$(VENV)-verl/.complete: scripts/verl_environment.sh constraints.txt pyproject.toml
+	@echo "setting up $(VENV)-verl, verl with Ray on CPUs: some minutes, 2 GB"
+	PYTHON=$(PYTHON) scripts/verl_environment.sh $(VENV)-verl
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-vllm build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-verl build .mypy_cache .pytest_cache .ruff_cache .hypothesis

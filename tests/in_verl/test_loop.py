@@ -1,0 +1,185 @@
+"""The agent loop for verl, in verl's own workers: several Ray actors, behind verl's client and load balancer."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+from scripted import ROLLOUT, Verl
+from verl.protocol import DataProto
+
+from obsspec.errors import InputError
+from obsspec.integrations import verl as integration
+from obsspec.training.transitions import Transitions
+
+
+def figures(samples: DataProto) -> dict[str, float]:
+    return {name: sum(values) for name, values in samples.non_tensor_batch.items() if name.startswith("obsspec_")}
+
+
+def assert_equal(plain: DataProto, ahead: DataProto) -> None:
+    """Every field of every sample but the name of the loop, and what ours counts."""
+    assert plain.batch.keys() == ahead.batch.keys()
+    for name in plain.batch.keys():  # noqa: SIM118 -- a TensorDict iterates over rows
+        assert torch.equal(plain.batch[name], ahead.batch[name]), name
+    assert (
+        ahead.non_tensor_batch.keys() - figures(ahead).keys() == plain.non_tensor_batch.keys() - figures(plain).keys()
+    )
+    for name in plain.non_tensor_batch.keys() - figures(plain).keys() - {"agent_name"}:
+        assert np.array_equal(plain.non_tensor_batch[name], ahead.non_tensor_batch[name]), name
+
+
+def assert_idle(verl: Verl) -> None:
+    """No server goes on with what nobody waits for."""
+    for _ in range(100):
+        if not any(ray.get([server.now.remote() for server in verl.servers])):
+            return
+        time.sleep(0.05)
+    raise AssertionError("a server still generates")
+
+
+@pytest.fixture(scope="module")
+def verl(cluster: None, model: str, loops: str) -> Verl:
+    return Verl(model, loops)
+
+
+def test_samples_are_those_of_verls_own_loop(verl: Verl) -> None:
+    verl.take(0.02)
+    plain = verl.samples("tool_agent", 50, 4)
+    requests = verl.counted()["requests"]
+    ahead = verl.samples("obsspec", 50, 4)
+    assert_equal(plain, ahead)
+    own, timing = figures(ahead), ahead.meta_info["timing"]
+    assert own["obsspec_hits"] > 100, own
+    assert own["obsspec_attempted"] > own["obsspec_hits"], own
+    assert 0 < own["obsspec_hidden_seconds"] < own["obsspec_tool_seconds"], own
+    assert timing["agent_loop/obsspec_hits"] == own["obsspec_hits"]
+    assert "agent_loop/obsspec_hits" not in plain.meta_info["timing"]
+    # Beyond verl's own requests there are those that were speculative and for nothing, and no others.
+    counted = verl.counted()
+    assert 0 < counted["requests"] - 2 * requests <= counted["speculative"]
+    assert_idle(verl)
+
+
+def test_without_depth_it_is_verls_own(verl: Verl) -> None:
+    before = verl.counted()
+    never = verl.samples("never", 4, 2)
+    assert_equal(verl.samples("tool_agent", 4, 2), never)
+    assert not any(figures(never).values())
+    assert verl.counted()["speculative"] == before["speculative"]
+
+
+def test_what_was_begun_for_nothing_ends_in_its_server(verl: Verl) -> None:
+    """A generation takes far longer than any tool: what is begun on a wrong draft is cancelled long before its end."""
+    verl.take(1.0)
+    before = verl.counted()
+    ahead = figures(verl.samples("obsspec", 2, 6))
+    lost = ahead["obsspec_attempted"] - ahead["obsspec_hits"]
+    assert lost > 0
+    assert verl.counted()["aborted"] - before["aborted"] >= lost
+    assert_idle(verl)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        ["multi_turn.max_assistant_turns=3", "response_length=900"],
+        [
+            *("multi_turn.max_user_turns=2", "multi_turn.max_tool_response_length=20"),
+            *("multi_turn.max_parallel_calls=1", "calculate_log_probs=false"),
+        ],
+    ],
+)
+def test_samples_end_where_verls_do(cluster: None, model: str, loops: str, limits: list[str]) -> None:
+    verl = Verl(model, loops, *(f"{ROLLOUT}.{limit}" for limit in limits))
+    plain, ahead = verl.samples("tool_agent", 12, 4), verl.samples("obsspec", 12, 4)
+    assert_equal(plain, ahead)
+    assert figures(ahead)["obsspec_hits"] > 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"depth": -1}, "depth -1: must be a whole number of at least 0"),
+        ({"breadth": "two"}, "breadth 'two': must be a whole number of at least 1"),
+        ({"predictor": "rules,oracle"}, "predictor oracle: not one of rules, memory"),
+        ({"depht": 2}, "depht: no such key; did you mean depth?"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(keys: dict[str, object], named: str) -> None:
+    with pytest.raises(InputError, match="agent loop obsspec: ") as raised:
+        integration.SpeculativeToolAgentLoop(**keys)
+    assert named in str(raised.value)
+
+
+def test_what_another_verl_lacks_is_listed() -> None:
+    assert integration.lacking() == []
+    there = "verl.workers.rollout.llm_server:LLMServerClient.generate"
+    gone = ["verl.workers.rollout.llm_server:LLMServerClient.was_renamed", "verl.has_moved:LLMServerClient"]
+    assert integration.lacking([there, *gone]) == gone
+
+
+def test_every_call_goes_to_the_co_training(cluster: None, model: str, tmp_path: Path) -> None:
+    """Once, with what verl made of the answer, and whichever worker it came from."""
+
+    class Service(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._reply({"exact_rate": 0.0})
+
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers["Content-Length"]))
+            with store_lock:
+                added, homeless = store.receive(content)
+            self._reply({"added": added, "without_beginning": homeless})
+
+        def _reply(self, value: object) -> None:
+            content = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    file, store_lock = tmp_path / "loops.yaml", threading.Lock()
+    service = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    target = "obsspec.integrations.verl.SpeculativeToolAgentLoop"
+    url = f"http://127.0.0.1:{service.server_port}"
+    file.write_text(f"- {{name: obsspec, _target_: {target}, transitions: '{url}'}}\n")
+    with Transitions.open(tmp_path / "transitions.sqlite") as store:
+        threading.Thread(target=service.serve_forever, daemon=True).start()
+        samples = Verl(model, str(file)).samples("obsspec", 6, 3)
+        calls = figures(samples)["obsspec_tool_calls"]
+        for _ in range(200):
+            with store_lock:
+                sent = list(store.after(0))
+            if len(sent) >= calls:
+                break
+            time.sleep(0.05)
+        service.shutdown()
+    assert len(sent) == calls > 20
+    answers = [each.observation.text for each in sent]
+    assert any("...(truncated)..." in answer for answer in answers)
+    assert any(answer.startswith("Unknown function 'teapot'") for answer in answers)
+    assert {each.query.instruction for each in sent} <= {f"Do task {number}." for number in range(6)}
+    assert all("shell" not in each.query.command for each in sent if each.observation.text.startswith("ran "))
+
+
+def test_a_worker_that_dies_leaves_nothing_waiting(verl: Verl, model: str, loops: str) -> None:
+    """verl gives the batch up; the servers end what they were asked, and other workers go on."""
+    other = Verl(model, loops)
+    other.take(0.3)
+    threading.Timer(1.0, lambda: ray.kill(other.manager.agent_loop_workers[0])).start()
+    with pytest.raises(ray.exceptions.RayActorError):
+        other.samples("obsspec", 8, 4)
+    assert_idle(other)
+    verl.take(0.01)
+    assert_equal(verl.samples("tool_agent", 4, 4), verl.samples("obsspec", 4, 4))
