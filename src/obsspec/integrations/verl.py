@@ -104,7 +104,7 @@ _FIGURES = {
     "obsspec_hits": "Those on which it began with what they then answered.",
     "obsspec_tool_seconds": "Seconds that tools took.",
     "obsspec_hidden_seconds": "Seconds of these in which generations ran that were kept.",
-    "obsspec_wasted_tokens": "Tokens of generations that were discarded.",
+    "obsspec_wasted_tokens": "Tokens of whole generations that were discarded; those that were aborted are not known.",
 }
 """What is counted of every sample, in its ``extra_fields``."""
 
