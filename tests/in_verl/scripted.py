@@ -33,7 +33,7 @@ class Server:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._seconds = 0.01
         self.running = 0
-        self.figures = {"requests": 0, "aborted": 0, "most_running": 0, "speculative": 0}
+        self.figures = {"requests": 0, "aborted": 0, "speculative": 0}
 
     async def generate(
         self,
@@ -47,7 +47,6 @@ class Server:
         figures["requests"] += 1
         figures["speculative"] += priority > 0
         self.running += 1
-        figures["most_running"] = max(self.running, figures["most_running"])
         try:
             chosen = random.Random(json.dumps([prompt_ids, sampling_params], sort_keys=True))
             tokens = self._tokenizer.encode(self._message(prompt_ids, chosen), add_special_tokens=False)

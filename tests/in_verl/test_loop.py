@@ -46,8 +46,8 @@ def assert_idle(verl: Verl) -> None:
 
 
 @pytest.fixture(scope="module")
-def verl(cluster: None, model: str, loops: str) -> Verl:
-    return Verl(model, loops)
+def verl(cluster: None, base: str, loops: str) -> Verl:
+    return Verl(base, loops)
 
 
 def test_samples_are_those_of_verls_own_loop(verl: Verl) -> None:
@@ -97,8 +97,8 @@ def test_what_was_begun_for_nothing_ends_in_its_server(verl: Verl) -> None:
         ],
     ],
 )
-def test_samples_end_where_verls_do(cluster: None, model: str, loops: str, limits: list[str]) -> None:
-    verl = Verl(model, loops, *(f"{ROLLOUT}.{limit}" for limit in limits))
+def test_samples_end_where_verls_do(cluster: None, base: str, loops: str, limits: list[str]) -> None:
+    verl = Verl(base, loops, *(f"{ROLLOUT}.{limit}" for limit in limits))
     plain, ahead = verl.samples("tool_agent", 12, 4), verl.samples("obsspec", 12, 4)
     assert_equal(plain, ahead)
     assert figures(ahead)["obsspec_hits"] > 0
@@ -126,7 +126,7 @@ def test_what_another_verl_lacks_is_listed() -> None:
     assert integration.lacking([there, *gone]) == gone
 
 
-def test_every_call_goes_to_the_co_training(cluster: None, model: str, tmp_path: Path) -> None:
+def test_every_call_goes_to_the_co_training(cluster: None, base: str, tmp_path: Path) -> None:
     """Once, with what verl made of the answer, and whichever worker it came from."""
 
     class Service(BaseHTTPRequestHandler):
@@ -156,7 +156,7 @@ def test_every_call_goes_to_the_co_training(cluster: None, model: str, tmp_path:
     file.write_text(f"- {{name: obsspec, _target_: {target}, transitions: '{url}'}}\n")
     with Transitions.open(tmp_path / "transitions.sqlite") as store:
         threading.Thread(target=service.serve_forever, daemon=True).start()
-        samples = Verl(model, str(file)).samples("obsspec", 6, 3)
+        samples = Verl(base, str(file)).samples("obsspec", 6, 3)
         calls = figures(samples)["obsspec_tool_calls"]
         for _ in range(200):
             with store_lock:
@@ -173,9 +173,9 @@ def test_every_call_goes_to_the_co_training(cluster: None, model: str, tmp_path:
     assert all("shell" not in each.query.command for each in sent if each.observation.text.startswith("ran "))
 
 
-def test_a_worker_that_dies_leaves_nothing_waiting(verl: Verl, model: str, loops: str) -> None:
+def test_a_worker_that_dies_leaves_nothing_waiting(verl: Verl, base: str, loops: str) -> None:
     """verl gives the batch up; the servers end what they were asked, and other workers go on."""
-    other = Verl(model, loops)
+    other = Verl(base, loops)
     other.take(0.3)
     threading.Timer(1.0, lambda: ray.kill(other.manager.agent_loop_workers[0])).start()
     with pytest.raises(ray.exceptions.RayActorError):
