@@ -30,7 +30,7 @@ from obsspec.policies.http import Server
 from obsspec.reports.comparison import compare
 from obsspec.reports.records import TrajectoryLine, read_trajectories
 from obsspec.reports.summary import summarize
-from obsspec.runs import Plan, run
+from obsspec.runs import Means, Plan, run
 from real_server import serving, write_model
 
 SEATS = 8
@@ -64,7 +64,7 @@ def measured(server: str, url: str, plan: Plan, repeats: int, notes: Console) ->
         for name in ("off", "on") if repeat % 2 == 0 else ("on", "off"):
             notes.print(f"{server}: observation speculation {name}, repeat {repeat + 1} of {repeats}")
             with tempfile.TemporaryDirectory() as output:
-                failures = run(ways[name], Path(output), True, SEATS, SEATS, None, notes)
+                failures = run(ways[name], Path(output), True, Means(SEATS, SEATS), notes)
                 if failures:
                     raise RuntimeError(f"{failures[0].task}: {failures[0].error}")
                 lines[name].append(list(read_trajectories(Path(output))))

@@ -263,6 +263,14 @@ def complaint(finished: subprocess.CompletedProcess[str]) -> str:
         (["--tasks", "generated:text/easy/0-99999999999"], "more than 100,000"),
         (["--tasks", "generated:text/easy/0", "--frobnicate"], "No such option: --frobnicate"),
         (["--policy", "http://127.0.0.1:9"], "policy server http://127.0.0.1:9: Connect call failed"),
+        (
+            ["--predictor", "language_model", "--world-model", "http://127.0.0.1:9,http://127.0.0.1:7"],
+            "policy server http://127.0.0.1:7: Connect call failed",
+        ),
+        (
+            ["--predictor", "language_model", "--world-model", "http://127.0.0.1:9,model"],
+            "policy server model: URL should be absolute; give a URL like",
+        ),
         (["--policy", "./missing", "--model", "x"], "--policy ./missing: is no URL of a server, and --model"),
         (["--gate", "{dir}/file"], "{dir}/file: the file: Invalid JSON"),
         (["--gate", "{dir}/none/gate"], "{dir}/none/gate: No such file or directory"),

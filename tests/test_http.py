@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import anyio
+import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from http_server import until
+from http_server import Exchange, serve, until
 from obsspec.policies.http import Server
+from obsspec.types import PolicyError
 
 
 @dataclass
@@ -77,3 +79,20 @@ def test_a_request_that_is_cancelled_takes_its_connection_with_it() -> None:
             assert (connections.made, connections.open) == (2, 1)
 
     anyio.run(main)
+
+
+@pytest.mark.anyio
+async def test_a_request_that_waits_fails_when_the_connections_are_closed() -> None:
+    asked = anyio.Event()
+
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.json({"error": "Paused"}, 503, **{"Retry-After": "1"})
+        asked.set()
+
+    async def wait(server: Server) -> None:
+        with pytest.raises(PolicyError, match="has been closed"):
+            await server.ask("GET", "/")
+
+    async with serve(refuse) as url, anyio.create_task_group() as group, Server(url) as server:
+        group.start_soon(wait, server)
+        await asked.wait()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from http_server import Exchange, serve
@@ -111,6 +112,7 @@ async def test_whole_weights_on_vllm(tmp_path: Path) -> None:
         await VllmWeights(server).publish(1, tmp_path)
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
         done = [
+            ("/v1/models", None),
             ("/pause?mode=keep", None),
             ("/collective_rpc", reload),
             ("/reset_prefix_cache?reset_running_requests=true", None),
@@ -134,10 +136,44 @@ async def test_whole_weights_on_sglang(tmp_path: Path) -> None:
     fake = FakeServer()
     async with serve(fake) as url, Server(url) as server:
         await SglangWeights(server).publish(7, tmp_path)
-        assert fake.told == [("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "7"})]
+        update = ("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "7"})
+        assert fake.told == [("/v1/models", None), update]
         fake.refusals = {"/update_weights_from_disk": (400, {"success": False, "message": "No weights there"})}
         with pytest.raises(InputError, match="400 No weights there; start it with"):
             await SglangWeights(server).publish(8, tmp_path)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", [VllmAdapters, SglangAdapters, VllmWeights, SglangWeights])
+async def test_a_server_that_hangs_is_found_before_it_is_told_anything(
+    tmp_path: Path, kind: Callable[..., Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("obsspec.policies.http._ANSWER_SECONDS", 0.1)
+    asked: list[str] = []
+
+    async def hang(exchange: Exchange) -> None:
+        asked.append(exchange.path)
+        await anyio.sleep_forever()
+
+    async with serve(hang) as url, Server(url) as server:
+        with anyio.fail_after(10), pytest.raises(PolicyError, match="TimeoutError"):
+            await kind(server).publish(1, tmp_path)
+    assert asked == ["/v1/models"]
+
+
+@pytest.mark.anyio
+async def test_a_server_that_hangs_on_what_it_is_told_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("obsspec.policies.http._TELL_SECONDS", 0.1)
+    fake = FakeServer()
+
+    async def hang(exchange: Exchange) -> None:
+        await (anyio.sleep_forever() if exchange.path == "/v1/load_lora_adapter" else fake(exchange))
+
+    async with serve(hang) as url, Server(url) as server:
+        with anyio.fail_after(10), pytest.raises(PolicyError, match="TimeoutError"):
+            await VllmAdapters(server).publish(1, tmp_path)
 
 
 def test_versions_count() -> None:

@@ -6,6 +6,7 @@ What a real vLLM does with the requests is in test_vllm.py.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,18 @@ import pytest
 from rich.console import Console
 
 from http_server import Exchange, serve, until
+from obsspec.chat import ChatFormat, WorldModelChat
 from obsspec.context import Context
 from obsspec.errors import InputError
+from obsspec.loading import Models
 from obsspec.policies.following import FollowingPolicy
+from obsspec.policies.replicas import Replicas
+from obsspec.predictors import Cascade, LanguageModel
 from obsspec.reports.records import TrajectoryLine, read_trajectories
 from obsspec.rollout import Failure
-from obsspec.runs import Plan
+from obsspec.runs import Means, Plan, Servers
 from obsspec.runs import run as carry_out
-from obsspec.types import Chunk, Request, Sampling
+from obsspec.types import Chunk, Draft, Query, Request, Sampling
 from tiny import tokenizer
 
 COMMANDS = ("echo one two", "echo three; exit 3", "cat nothing", "true")
@@ -101,7 +106,7 @@ def world_model(tmp_path: Path) -> FakeModel:
 async def carried_out(directory: Path, policy_url: str, world_model_url: str, **changes: Any) -> list[Failure]:
     settings = {"predictor": "language_model", "world_model": world_model_url, "max_turns": 6, "depth": 2}
     plan = Plan("generated:text/easy/0-1", policy_url, **settings | changes)
-    return await anyio.to_thread.run_sync(carry_out, plan, directory, True, 2, None, None, Console(quiet=True))
+    return await anyio.to_thread.run_sync(carry_out, plan, directory, True, Means(), Console(quiet=True))
 
 
 def exact(line: TrajectoryLine) -> list[bool]:
@@ -196,6 +201,83 @@ async def test_whoever_says_where_the_tokenizer_is_says_it_once(policy: FakeMode
     async with serve(policy) as url:
         assert await carried_out(tmp_path / "run", url, url, tokenizer=str(tmp_path / "tokenizer")) == []
     assert {each.body["model"] for each in policy.completions} == {"model", "world-model-v1"}
+
+
+@pytest.mark.anyio
+async def test_one_server_of_several_is_enough(
+    policy: FakeModel, world_model: FakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(policy) as policy_url, serve(world_model) as url:
+        async with serve(world_model) as gone:
+            pass
+        for urls in (f"{gone},{url}", f"{url},{gone}"):
+            assert await carried_out(tmp_path / "run", policy_url, urls, latency="0.3") == []
+        assert len(caplog.messages) == 2  # One of each run; nothing was left to be done in the second.
+        assert all(message.startswith(f"world model server {gone} is away") for message in caplog.messages)
+        assert [exact(line) for line in read_trajectories(tmp_path / "run")] == [[True, True, False, True]] * 2
+        settings = json.loads((tmp_path / "run" / "run.json").read_text())
+        assert settings["world_model"] == str(tmp_path / "world-model")
+
+        with pytest.raises(InputError, match=rf"policy server {url}: no model 'other'"):
+            await carried_out(tmp_path / "other", policy_url, f"{gone},{url}", world_model_name="other")
+        with pytest.raises(InputError, match=rf"policy server {gone}: Connect call failed[^\n]*is this its URL\?$"):
+            await carried_out(tmp_path / "other", policy_url, f"{gone},{gone}")
+        options = ("--tasks", "generated:text/easy/0", "--output", str(tmp_path / "other"), "--policy", policy_url)
+        options += ("--predictor", "language_model", "--world-model", f"{url},{policy_url}")
+        command = [sys.executable, "-c", "from obsspec.cli import main; main()", "rollout", *options]
+        finished = await anyio.run_process(command, check=False)
+        assert (finished.returncode, finished.stderr.decode()) == (
+            2,
+            f"obsspec: --world-model {url},{policy_url}: these are different models, {tmp_path}/world-model at {url}, "
+            f"{tmp_path}/policy at {policy_url}; give servers of one\n",
+        )
+
+
+@pytest.mark.anyio
+async def test_a_hung_server_holds_no_start_up(
+    policy: FakeModel, world_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("obsspec.policies.http._ANSWER_SECONDS", 2.0)
+
+    async def hang(exchange: Exchange) -> None:
+        await anyio.sleep_forever()
+
+    async with serve(policy) as policy_url, serve(world_model) as url, serve(hang) as hung:
+        assert await carried_out(tmp_path / "run", policy_url, f"{hung},{url}", latency="0.3") == []
+        assert [exact(line) for line in read_trajectories(tmp_path / "run")] == [[True, True, False, True]] * 2
+        with pytest.raises(InputError, match=rf"policy server {hung}: TimeoutError; is it running"):
+            await carried_out(tmp_path / "other", policy_url, hung)
+
+
+@pytest.mark.anyio
+async def test_drafts_come_back_with_the_server(world_model: FakeModel, caplog: pytest.LogCaptureFixture) -> None:
+    query = Query("task", "Print.", (), COMMANDS[0])
+    chat = WorldModelChat(ChatFormat(world_model.tokenizer))
+    async with (
+        serve(world_model) as url,
+        Replicas.connect([url], None, world_model.tokenizer, max_context=4096, every=0.02) as policy,
+    ):
+        predictor = Cascade({"language_model": LanguageModel(policy, chat)})
+
+        async def drafts() -> list[str]:
+            found: list[Draft] = []
+            await predictor.predict(query, found.append)
+            return [draft.text for draft in found]
+
+        assert await drafts() == [PRINTED[0]]
+        world_model.broken = True
+        assert [await drafts() for _ in range(2)] == [[], []]
+        world_model.broken = False
+        await until(lambda: f"world model server {url} is there now" in caplog.messages)
+        assert await drafts() == [PRINTED[0]]
+
+
+def test_a_world_model_on_the_policys_own_server_costs_it_time(policy: FakeModel, tmp_path: Path) -> None:
+    own, other = "http://own", "http://other"
+    plan = Plan("", predictor="language_model", tokenizer=str(tmp_path / "policy"))
+    for urls, together in (((own,), True), ((other,), False), ((own, other), False)):
+        models = Models.load(plan, Servers(own, urls, str(tmp_path / "policy")))
+        assert (models.asking_price is None) == together
 
 
 @pytest.mark.anyio

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,20 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from http_server import Exchange as Http
+from http_server import serve, until
+from obsspec.background import background
 from obsspec.errors import InputError
+from obsspec.policies.versions import WORLD_MODEL, versions
 from obsspec.predictors import LanguageModel
 from obsspec.runs import Plan, Servers
 from obsspec.training.cotraining import CoTraining
 from obsspec.training.posting import PostedTransitions
-from obsspec.training.service import application, bind, cotrain, listening, status
+from obsspec.training.service import Service, application, bind, cotrain, listening, run_service, status
 from obsspec.training.transitions import Transitions, posted_line
 from obsspec.types import Draft, Exchange, Observation, PolicyError, Query
 from test_cotraining import add, cotraining
+from test_publishing import FakeServer
 
 QUIET = Console(quiet=True)
 
@@ -145,6 +151,59 @@ async def test_versions_reach_a_server_that_was_away(base: str, tmp_path: Path) 
         steps = training.figures.steps
     with cotraining(tmp_path, base) as (_, training):
         assert training.figures.steps == steps  # It saved when it was told to end.
+
+
+@pytest.mark.anyio
+async def test_servers_take_a_version_one_after_the_other_and_wait_for_none_that_is_away(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("obsspec.training.service._RETRY_SECONDS", 0.05)
+    fakes = [FakeServer(), FakeServer(), FakeServer()]
+    loading = most = 0
+
+    def slow(fake: FakeServer) -> Callable[[Http], Awaitable[None]]:
+        async def answer(exchange: Http) -> None:
+            nonlocal loading, most
+            loading += 1
+            most = max(most, loading)
+            await anyio.sleep(0.02)  # Time for others to come between.
+            loading -= 1
+            await fake(exchange)
+
+        return answer
+
+    def newest(fake: FakeServer) -> int:
+        return max(versions(WORLD_MODEL, fake.adapters), default=0)
+
+    first, away, last = fakes
+    away.refusals = {"/v1/models": (503, {"error": "Restarting"})}
+    said = StringIO()
+    with cotraining(tmp_path, base) as (transitions, training):
+        add(transitions, "first", ["file", "done"])
+        async with AsyncExitStack() as stack:
+            urls = tuple([await stack.enter_async_context(serve(slow(fake))) for fake in fakes])
+            service = Service(tmp_path, tmp_path / "model", 0.0, vllm=urls[:2], sglang=urls[2:])
+            tasks = await stack.enter_async_context(background())
+            tasks.start_soon(run_service, service, training, False, Console(file=said))
+            await until(lambda: newest(first) >= 2 and newest(last) >= 2, 60)
+            assert away.adapters == {}
+            assert f"not taken, trying again: policy server {urls[1]}: 503 Restarting" in said.getvalue()
+            away.refusals = {}
+            await until(lambda: newest(first) == newest(away) == newest(last) == training.figures.version, 60)
+    assert most == 1
+
+
+@pytest.mark.anyio
+async def test_a_server_that_never_takes_a_version_is_known_before_training(base: str, tmp_path: Path) -> None:
+    fakes = [FakeServer(), FakeServer()]
+    fakes[1].refusals = {"/v1/load_lora_adapter": (404, {"detail": "Not Found"})}
+    with cotraining(tmp_path, base) as (transitions, training):
+        add(transitions, "first", ["file", "done"])
+        async with serve(fakes[0]) as url, serve(fakes[1]) as other:
+            service = Service(tmp_path, tmp_path / "model", 0.0, vllm=(url, other))
+            with pytest.raises(InputError, match=rf"policy server {other}: 404 Not Found; start it with"):
+                await run_service(service, training, False, QUIET)
+        assert training.figures.steps == 0
 
 
 @pytest.mark.anyio

@@ -27,7 +27,7 @@ from obsspec import Draft, InputError, Observation, Query, Seats, Settings, Spec
 from obsspec.context import Tokens
 from obsspec.gate import Gate
 from obsspec.predictors.memory import Memory
-from obsspec.runs import Plan, run
+from obsspec.runs import Means, Plan, run
 from obsspec.testing import ScriptedChat, ScriptedEnvironment, ScriptedPolicy, decode, encode
 from obsspec.training.transitions import Transition, Transitions, recorded
 from obsspec.types import Exchange, Generation
@@ -540,7 +540,7 @@ def test_a_run_adds_what_its_sandboxes_execute(tmp_path: Path, monkeypatch: pyte
     file, console = tmp_path / "new" / "transitions.sqlite", Console(quiet=True)
     for number in range(2):
         output = tmp_path / f"run-{number}"
-        assert run(Plan("generated:text/easy/0-1"), output, False, 2, None, None, console, str(file)) == []
+        assert run(Plan("generated:text/easy/0-1"), output, False, Means(transitions=str(file)), console) == []
     with Transitions.open(file) as transitions:
         read = list(transitions.after())
     assert [each.query.task for each in read].count("text/easy/0") == len(read) // 2 == 4

@@ -47,7 +47,7 @@ from obsspec.predictors import LanguageModel
 from obsspec.reports.records import TrajectoryLine, read_trajectories
 from obsspec.reports.training import read_records
 from obsspec.rollout import Failure, rollout
-from obsspec.runs import Plan
+from obsspec.runs import Means, Plan
 from obsspec.runs import run as carry_out
 from obsspec.speculation import Settings, Speculator
 from obsspec.testing import ScriptedEnvironment
@@ -556,7 +556,7 @@ async def test_what_is_cotrained_is_foretold_by_the_server(served: Served, tmp_p
         transitions.add("rollout", query, Observation("it is there"))
         trainable = load_trainable(str(served.directory), recipe)
         training = CoTraining(transitions, tmp_path / "model", trainable, recipe, Pace(passes=100))
-        service = Service(tmp_path / "store.sqlite", tmp_path / "model", 1.0, vllm=served.url)
+        service = Service(tmp_path / "store.sqlite", tmp_path / "model", 1.0, vllm=(served.url,))
         with anyio.fail_after(200):
             async with (
                 FollowingPolicy.connect(served.url, None, tokenizer(), every=0.2) as policy,
@@ -956,7 +956,7 @@ async def test_runs_on_servers_that_cannot_be_used(tmp_path: Path) -> None:
 
     async def carried_out(**changes: Any) -> list[Failure]:
         plan = Plan("generated:text/easy/0-1", url, **{"tokenizer": str(tmp_path / "tokenizer")} | changes)
-        arguments = (tmp_path / "run", True, 2, None, None, Console(quiet=True))
+        arguments = (tmp_path / "run", True, Means(), Console(quiet=True))
         return await anyio.to_thread.run_sync(carry_out, plan, *arguments)
 
     async with serve(answer) as url:

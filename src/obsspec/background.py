@@ -22,3 +22,13 @@ async def background() -> AsyncIterator[TaskGroup]:
         tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
+
+
+@asynccontextmanager
+async def raising_alone() -> AsyncIterator[TaskGroup]:
+    """A task group out of which comes the first exception of a task as it is."""
+    try:
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None

@@ -51,6 +51,7 @@ _LOCAL = ("torch", "transformers", "tokenizers", "peft", "safetensors", "gguf", 
 _EXTRAS = {
     **dict.fromkeys(_LOCAL, ("models in this process need", "local")),
     **dict.fromkeys(("trio", "pyarrow", "plotly"), ("the lab and analyses need", "lab")),
+    "ray": ("rollouts on Ray need", "ray"),
     "aiohttp": ("a model on a server needs", "server"),
     "orjson": ("a model on a server needs", "server"),
     **dict.fromkeys(("starlette", "uvicorn", "prometheus_client"), ("co-training needs", "training")),
@@ -114,7 +115,8 @@ def rollout(
         str,
         typer.Option(
             help="What `language_model` runs on; named like the policy. On a vLLM server it is the newest of "
-            "`world-model-v1`, `world-model-v2`, ..., also while rollouts go on; where there are none, the first model."
+            "`world-model-v1`, `world-model-v2`, ..., also while rollouts go on; where there are none, the first "
+            "model. On several servers: `URL,URL`."
         ),
     ] = "builtin",
     world_model_name: Annotated[
@@ -156,6 +158,16 @@ def rollout(
             "models to learn from; several runs may share it. Or the URL of an `obsspec world-model serve --listen`."
         ),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Run them on a Ray cluster: `local` is one on this machine for this run, `auto` the one that this "
+            "machine is part of, or HOST:PORT of one. Needs `obsspec[ray]` on all its machines."
+        ),
+    ] = None,
+    actors: Annotated[
+        int, typer.Option(min=1, help="With --ray: how many processes, each with --concurrency rollouts.")
+    ] = 2,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --output.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -166,8 +178,9 @@ def rollout(
     from obsspec.reports.records import read_settings, read_trajectories
     from obsspec.reports.summary import summarize
     from obsspec.reports.tables import families_table, summary_table
-    from obsspec.runs import Plan, run
+    from obsspec.runs import Means, Plan, run
 
+    means = Means(concurrency, seats, gate, transitions, ray, actors)
     plan = Plan(
         tasks=tasks,
         policy=policy,
@@ -190,7 +203,7 @@ def rollout(
     if resume:
         read_settings(directory)  # A name that is mistyped begins no run.
     with _interruptible(f"the rollouts that had ended are in {directory}; the same command with --resume goes on"):
-        broken = run(plan, directory, resume, concurrency, seats, gate, notes, transitions)
+        broken = run(plan, directory, resume, means, notes)
     summary = summarize(read_trajectories(directory))
     if as_json:
         _print_json(asdict(summary) | {"broken": len(broken), "latency": latency})
@@ -532,7 +545,11 @@ def world_model_serve(
         ),
     ] = None,
     vllm: Annotated[
-        str | None, typer.Option(help="URL of a vLLM server to load every version on: the next as `world-model-v2`.")
+        str | None,
+        typer.Option(
+            help="URL of a vLLM server to load every version on: the next as `world-model-v2`. On several, `URL,URL`, "
+            "it is loaded on one after the other."
+        ),
     ] = None,
     sglang: Annotated[str | None, typer.Option(help="The same of an SGLang server.")] = None,
     publish_seconds: Annotated[float, typer.Option(min=0.0, help="Between two versions, at least.")] = 120.0,
@@ -568,7 +585,8 @@ def world_model_serve(
             precision=precision,
         )
         base, adapter = training_start(world_model, directory)
-        service = Service(store, directory, publish_seconds, listen, vllm, sglang)
+        on_vllm, on_sglang = (tuple(urls.split(",")) if urls else () for urls in (vllm, sglang))
+        service = Service(store, directory, publish_seconds, listen, on_vllm, on_sglang)
         serve(service, base, adapter, recipe, Pace(passes=passes, replay=replay, weighting=weights), notes)
 
 

@@ -68,7 +68,8 @@ class Models:
             open_policy = partial(_on_server, servers.policy, plan, tokenizer)
         world_model = _world_model(plan, servers) if "language_model" in plan.predictors() else None
         # Both on one server, or in this process, take each other's time.
-        asking_price = None if servers.policy == servers.world_model else PRICE_APART
+        together = servers.world_model == (() if servers.policy is None else (servers.policy,))
+        asking_price = None if together else PRICE_APART
         return cls(open_policy, TerminalChat(ChatFormat(tokenizer)), world_model, asking_price)
 
     @asynccontextmanager
@@ -93,7 +94,7 @@ class Models:
 
 def _world_model(plan: Plan, servers: Servers) -> tuple[OpenWorldModel, WorldModelChat]:
     open_world_model: OpenWorldModel
-    if servers.world_model is None:
+    if not servers.world_model:
         root = Path(plan.world_model)
         version = current_version(root)
         network, tokenizer = load(plan.world_model, "world_model", plan.precision)
@@ -102,12 +103,12 @@ def _world_model(plan: Plan, servers: Servers) -> tuple[OpenWorldModel, WorldMod
         else:
             open_world_model = partial(_following, root, version, network, plan.precision)
     else:
-        from obsspec.policies.following import FollowingPolicy
+        from obsspec.policies.replicas import Replicas
 
-        remedy = f"start the server at {servers.world_model} with a name or directory that is known here, too"
+        remedy = f"start the server at {servers.world_model[0]} with a name or directory that is known here, too"
         tokenizer = load_tokenizer(servers.world_model_tokenizer, remedy)
         open_world_model = partial(
-            FollowingPolicy.connect,
+            Replicas.connect,
             servers.world_model,
             plan.world_model_name,
             tokenizer,

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import anyio
 
+from obsspec.background import raising_alone
 from obsspec.speculation import Rollout, Speculator
 from obsspec.types import OpenEnvironment, Task, Trajectory
 
@@ -22,6 +23,10 @@ class Failure:
     seed: int
     error: str
     """One line."""
+
+    @classmethod
+    def of(cls, task: Task, seed: int, error: Exception) -> Failure:
+        return cls(task.id, seed, " ".join(f"{type(error).__name__}: {error}".split()))
 
 
 async def rollout(speculator: Speculator, task: Task, open_environment: OpenEnvironment, seed: int = 0) -> Trajectory:
@@ -57,7 +62,7 @@ async def rollouts(
         try:
             results[place] = await rollout(speculator, task, open_environment, seed)
         except Exception as error:
-            results[place] = Failure(task.id, seed, " ".join(f"{type(error).__name__}: {error}".split()))
+            results[place] = Failure.of(task, seed, error)
         finished(results[place])
 
     await for_each(enumerate(jobs), run, concurrency)
@@ -67,21 +72,14 @@ async def rollouts(
 async def for_each(items: Iterable[Item], work: Callable[[Item], Awaitable[None]], concurrency: int) -> None:
     """Calls ``work`` with every item, in order, at most ``concurrency`` at once. What it raises ends them all."""
     pending = iter(items)
-    broken: list[Exception] = []
 
     async def take() -> None:
-        try:
-            for item in pending:
-                await work(item)
-        except Exception as error:  # Raised below, outside the task group, which would wrap it.
-            broken.append(error)
-            workers.cancel_scope.cancel()
+        for item in pending:
+            await work(item)
 
-    async with anyio.create_task_group() as workers:
+    async with raising_alone() as workers:
         for _ in range(concurrency):
             workers.start_soon(take)
-    if broken:
-        raise broken[0]
 
 
 def _trajectory(run: Rollout, task: Task, seed: int, seconds: float, reward: float) -> Trajectory:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,16 +18,17 @@ from obsspec.environments.sandbox import open_sandbox
 from obsspec.errors import InputError
 from obsspec.gate import ExpectedValue
 from obsspec.policies import Precision
-from obsspec.reports.records import line_of, open_run
+from obsspec.reports.records import TrajectoryLine, line_of, open_run
 from obsspec.reports.tables import counting
-from obsspec.rollout import Failure, rollouts
+from obsspec.rollout import Failure, rollout, rollouts
 from obsspec.signals import held_back
-from obsspec.speculation import Settings
+from obsspec.speculation import Settings, Speculator
 from obsspec.tasks import parse_tasks
 from obsspec.training.transitions import Transitions, recorded
 from obsspec.types import OpenEnvironment, Sampling, Task, Trajectory
 
 if TYPE_CHECKING:
+    from obsspec.loading import Models
     from obsspec.policies.vllm import Served
 
 BUILTIN = "builtin"
@@ -98,12 +99,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Where the models of a plan are that are on servers. None stands for this process."""
+    """Where the models of a plan are that are on servers. None, or no URL, stands for this process."""
 
     policy: str | None = None
     """The URL."""
-    world_model: str | None = None
-    """The URL."""
+    world_model: tuple[str, ...] = ()
+    """The URLs of all that serve it."""
     world_model_tokenizer: str = ""
     """The world model's, by directory or hub name."""
 
@@ -111,7 +112,8 @@ class Servers:
 def find_models(plan: Plan) -> tuple[Plan, Servers]:
     """The plan with the names of what is served where it has a server's URL, and these URLs.
 
-    Raises InputError where a server cannot be reached or does not have the model.
+    Of several for the world model it is enough that one can be reached. Raises InputError where a server cannot be, or
+    does not have the model.
     """
     on_server = is_url(plan.policy), is_url(plan.world_model)
     if not on_server[0] and (plan.model or plan.tokenizer):
@@ -131,17 +133,38 @@ def find_models(plan: Plan) -> tuple[Plan, Servers]:
         if "language_model" not in plan.predictors():
             remedy = f"add that to --predictor {plan.predictor}"
             raise InputError(f"--world-model {plan.world_model}: only language_model uses it; {remedy}")
-        served = _ask(plan.world_model, plan.world_model_name, versioned=True)
+        urls = tuple(plan.world_model.split(","))
+        common = _common_base(urls, plan.world_model_name)
         # Whoever has said where the tokenizer is need not say it twice.
-        tokenizer = plan.tokenizer if base == served.base and plan.tokenizer else served.base
-        servers = replace(servers, world_model=plan.world_model, world_model_tokenizer=tokenizer)
-        plan = replace(plan, world_model=served.base)
+        tokenizer = plan.tokenizer if base == common and plan.tokenizer else common
+        servers = replace(servers, world_model=urls, world_model_tokenizer=tokenizer)
+        plan = replace(plan, world_model=common)
     return plan, servers
 
 
 def is_url(name: str) -> bool:
     """Whether a model, or a place for transitions, is named by the URL of a server."""
     return name.startswith(("http://", "https://"))
+
+
+def _common_base(urls: Sequence[str], name: str | None) -> str:
+    """The base of the world model on these servers, of which one that can be reached is enough.
+
+    Raises InputError where none can be, or where they have different ones.
+    """
+    from obsspec.policies.http import Unreachable
+
+    bases: dict[str, str] = {}
+    for url in urls:
+        try:
+            bases[_ask(url, name, versioned=True).base] = url
+        except Unreachable:
+            if url == urls[-1] and not bases:
+                raise
+    if len(bases) > 1:
+        what = ", ".join(f"{base} at {url}" for base, url in bases.items())
+        raise InputError(f"--world-model {','.join(urls)}: these are different models, {what}; give servers of one")
+    return next(iter(bases))
 
 
 def _ask(url: str, name: str | None, versioned: bool = False) -> Served:
@@ -155,62 +178,148 @@ def _ask(url: str, name: str | None, versioned: bool = False) -> Served:
     return anyio.run(ask)
 
 
-def run(
-    plan: Plan,
-    output: Path,
-    resume: bool,
-    concurrency: int,
-    seats: int | None,
-    gate_file: Path | None,
-    notes: Console,
-    transitions: str | None = None,
-) -> list[Failure]:
+@dataclass(frozen=True, slots=True)
+class Means:
+    """With what a plan is carried out. Nothing here changes what its rollouts are."""
+
+    concurrency: int = 2
+    """Rollouts at the same time, in each actor where there are several."""
+    seats: int | None = None
+    """Requests that the policy runs at once; None is one in this process, and on a server as many as it takes."""
+    gate: Path | None = None
+    """Where what the gate learns is kept."""
+    transitions: str | None = None
+    """The store to which every executed command is added, or the URL of a co-training that takes them."""
+    ray: str | None = None
+    """The Ray cluster on which the rollouts run, as for `obsspec.actors.connected`; None is this process."""
+    actors: int = 2
+    """How many processes of the cluster."""
+
+    def check(self) -> None:
+        """Raises InputError for what does not go together."""
+        if self.ray not in (None, "local") and self.transitions is not None and not is_url(self.transitions):
+            raise InputError(
+                f"--transitions {self.transitions}: other machines of the cluster do not have this file; give the URL "
+                "of an `obsspec world-model serve --listen`, or --ray local"
+            )
+
+
+Result = TrajectoryLine | Failure
+RunAll = Callable[[list[tuple[Task, int]], Callable[[Result], None]], Awaitable[None]]
+"""Runs tasks, each with its seed, and calls with every result as it comes."""
+
+
+def run(plan: Plan, output: Path, resume: bool, means: Means, notes: Console) -> list[Failure]:
     """Carries out what of ``plan`` is not in the directory ``output`` yet. Returns the rollouts that broke.
 
-    ``seats``: how many requests the policy runs at once; if not given, one in this process, and on a server as many as
-    it takes. ``gate_file``: where what the gate learns is kept. ``transitions``: the store to which every executed
-    command is added, or the URL of a co-training that takes them. Raises InputError, before anything is loaded, where
-    the plan cannot be carried out or one of these places not be written.
+    Raises InputError, before anything is loaded, where the plan cannot be carried out or a place not be written.
     """
     plan.predictors()
+    means.check()
     jobs, tools = plan.jobs(), plan.environment()
-    instructions = {task.id: task.instruction for task, _ in jobs}
     with notes.status("asking for the models"):
         plan, servers = find_models(plan)
-    policy_seats = Seats(seats or (1 if servers.policy is None else math.inf))
-    with (
-        open_run(output, asdict(plan), resume) as directory,
-        _kept(gate_file) as gate,
-        _recording(tools, transitions) as environment,
-    ):
+    broken: list[Failure] = []
+    with open_run(output, asdict(plan), resume) as directory, _kept(means) as gate:
         pending = [(task, seed) for task, seed in jobs if (task.id, seed) not in directory.done]
-        with notes.status("loading the models"):
-            with held_back():  # It imports for seconds; what is wrong with the plan has been said by now.
-                from obsspec.loading import Models
+        work = _Work(plan, servers, means, gate, tools)
+        place = work.here(notes) if means.ray is None else work.on_ray(means.ray, notes)
+        with place as run_all, counting(notes, "rollouts", len(jobs), len(jobs) - len(pending)) as advance:
 
-            models = Models.load(plan, servers)
-        with counting(notes, "rollouts", len(jobs), len(jobs) - len(pending)) as advance:
-
-            def finished(result: Trajectory | Failure) -> None:
+            def finished(result: Result) -> None:
+                directory.write(result)
                 if isinstance(result, Failure):
-                    directory.write(result)
-                else:
-                    directory.write(line_of(result, instructions[result.task], models.chat.text))
+                    broken.append(result)
                 advance()
 
-            async def run_all() -> list[Trajectory | Failure]:
-                async with models.speculator(plan, policy_seats, gate) as speculator:
-                    return await rollouts(speculator, pending, environment, concurrency, finished)
+            anyio.run(run_all, pending, finished)
+    return broken
 
-            results = anyio.run(run_all)
-    return [result for result in results if isinstance(result, Failure)]
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A plan and all that it is carried out with, in this process or in the actors that it is sent to."""
+
+    plan: Plan
+    servers: Servers
+    means: Means
+    gate: ExpectedValue
+    tools: OpenEnvironment
+
+    @contextmanager
+    def here(self, notes: Console) -> Iterator[RunAll]:
+        with notes.status("loading the models"):
+            models = self._models()
+
+        async def run_all(jobs: list[tuple[Task, int]], finished: Callable[[Result], None]) -> None:
+            instructions = {task.id: task.instruction for task, _ in jobs}
+
+            def lined(result: Trajectory | Failure) -> None:
+                if isinstance(result, Trajectory):
+                    finished(line_of(result, instructions[result.task], models.chat.text))
+                else:
+                    finished(result)
+
+            async with self._speculator(models) as speculator:
+                await rollouts(speculator, jobs, environment, self.means.concurrency, lined)
+
+        with _recording(self.tools, self.means.transitions) as environment:
+            yield run_all
+
+    @contextmanager
+    def on_ray(self, address: str, notes: Console) -> Iterator[RunAll]:
+        with ExitStack() as stack:
+            with notes.status("starting Ray"):
+                with held_back():
+                    from obsspec.actors import connected, spread
+                stack.enter_context(connected(address, self.means.actors))
+            work = replace(self, plan=_wherever(self.plan))
+
+            async def run_all(jobs: list[tuple[Task, int]], finished: Callable[[Result], None]) -> None:
+                await spread(work.in_actor, jobs, self.means.actors, self.means.concurrency, finished)
+
+            yield run_all
+
+    @asynccontextmanager
+    async def in_actor(self) -> AsyncIterator[Callable[[Task, int], Awaitable[TrajectoryLine]]]:
+        """See `obsspec.actors.OpenWorker`."""
+        models = self._models()
+        with _recording(self.tools, self.means.transitions) as environment:
+            async with self._speculator(models) as speculator:
+
+                async def run(task: Task, seed: int) -> TrajectoryLine:
+                    trajectory = await rollout(speculator, task, environment, seed)
+                    return line_of(trajectory, task.instruction, models.chat.text)
+
+                yield run
+
+    def _models(self) -> Models:
+        with held_back():  # It imports for seconds; what is wrong with the plan has been said by now.
+            from obsspec.loading import Models
+        return Models.load(self.plan, self.servers)
+
+    def _speculator(self, models: Models) -> AbstractAsyncContextManager[Speculator]:
+        seats = self.means.seats or (1 if self.servers.policy is None else math.inf)
+        return models.speculator(self.plan, Seats(seats), self.gate)
+
+
+def _wherever(plan: Plan) -> Plan:
+    """The plan for another working directory."""
+
+    def resolved(name: str) -> str:
+        return str(Path(name).resolve()) if Path(name).exists() else name
+
+    tokenizer = None if plan.tokenizer is None else resolved(plan.tokenizer)
+    return replace(plan, policy=resolved(plan.policy), world_model=resolved(plan.world_model), tokenizer=tokenizer)
 
 
 @contextmanager
-def _kept(file: Path | None) -> Iterator[ExpectedValue]:
-    """A gate that knows what ``file`` says, if there is one, and writes what it has learned there in the end."""
+def _kept(means: Means) -> Iterator[ExpectedValue]:
+    """A gate that knows what the file of ``means`` says, if there is one, and writes what it has learned there in the
+    end. On Ray each actor learns for itself, and nothing is written."""
+    file = means.gate
     gate = ExpectedValue() if file is None or not file.exists() else ExpectedValue.load(file)
-    if file is None:
+    if file is None or means.ray is not None:
         yield gate
         return
     gate.save(file)  # Whether it can be written is better known before hours of work.

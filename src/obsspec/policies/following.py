@@ -61,7 +61,7 @@ class FollowingPolicy:
         that makes sense, is asked again the next time."""
         while True:
             with suppress(PolicyError, ValueError, LookupError, TypeError):
-                await self._look()
+                await self.look()
             await anyio.sleep(every)
 
     async def generate(self, request: Request, emit: Callable[[Chunk], None]) -> Finish:
@@ -69,8 +69,9 @@ class FollowingPolicy:
         try:
             return await self._policy.generate(request, emit)
         except NotFound:  # Unloaded since the last look. A server says so before the first token.
-            await self._look()
+            await self.look()
             return await self._policy.generate(request, emit)
 
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """Takes up the newest version that the server has now. Raises as `VllmPolicy.models` does."""
         self._policy.model = newest(self._name, await self._policy.models()) or self.model

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 _SILENCE = 20.0
 """Seconds without a token after which a server is asked whether it is there."""
+_ANSWER_SECONDS = 20.0
+"""In which a server that is there answers what it need not generate for."""
+_TELL_SECONDS = 600.0
+"""In which it has done what it is told, such as to load the weights of a large model."""
 _IDLE_SECONDS = 2.0
 """Servers close what is idle for 5 s. A request on a connection that is just being closed would fail."""
 
@@ -31,13 +35,17 @@ class NotFound(ValueError):  # noqa: N818 -- what the server says
     """The server has no such route, or no such model: it was unloaded, or never there."""
 
 
+class Unreachable(InputError):  # noqa: N818 -- as above
+    """Nobody answers there, or only that it does not work now."""
+
+
 class Server:
     """A policy server, and as many connections to it as there are requests. An async context manager.
 
-    What may pass raises PolicyError: a connection that is refused or breaks, and the statuses 429 and 5xx. A refusal
-    that says ``Retry-After`` is waited out instead, however often it comes: a server that is paused for new weights
-    speaks so. Every other refusal raises ValueError with the server's message, 404 its subclass NotFound. All of these
-    are one line.
+    What may pass raises PolicyError: a connection that is refused or breaks, a server that hangs, and the statuses 429
+    and 5xx. A refusal that says ``Retry-After`` is waited out instead, however often it comes: a server that is paused
+    for new weights speaks so. Every other refusal raises ValueError with the server's message, 404 its subclass
+    NotFound. All of these are one line.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
@@ -57,7 +65,7 @@ class Server:
             json_serialize=lambda body: orjson.dumps(body).decode(),  # A body has thousands of token ids.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
             # Between tokens there is no limit: the server may be full, or paused.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+            timeout=_within(None),
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=True,  # for proxies, as most programs do
         )
@@ -69,13 +77,13 @@ class Server:
 
     async def ask(self, method: str, path: str, body: Any = None) -> Any:
         """The JSON of one reply; None where it is empty."""
-        async with self._reply(method, path, json=body) as response:
+        async with self._reply(method, path, json=body, timeout=_within(_ANSWER_SECONDS)) as response:
             content = await response.read()
             return orjson.loads(content) if content else None
 
     async def tell(self, path: str, body: Any = None) -> None:
         """Posts ``body`` where the reply, which may be text, says no more than that it is done."""
-        async with self._reply("POST", path, json=body) as response:
+        async with self._reply("POST", path, json=body, timeout=_within(_TELL_SECONDS)) as response:
             await response.read()
 
     async def metrics(self, *names: str) -> list[float]:
@@ -136,7 +144,7 @@ class Server:
         try:
             yield
         except PolicyError as error:
-            raise InputError(f"{error}; is it running, and is this its URL?") from error
+            raise Unreachable(f"{error}; is it running, and is this its URL?") from error
         except ValueError as error:
             raise InputError(f"{error}; check the URL, the model and the server's settings") from error
         except (LookupError, TypeError) as error:  # It gives JSON, of another shape.
@@ -177,6 +185,8 @@ class Server:
     async def _reply(self, method: str, path: str, **request: Any) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
             while True:
+                if self._session.closed:  # While the request waited.
+                    raise PolicyError(f"policy server {self.url}: the connection has been closed")
                 async with self._session.request(method, self.url + path, allow_redirects=False, **request) as response:
                     if response.status == 200:
                         yield response
@@ -206,6 +216,10 @@ class Server:
 
     def _says(self, status: int, content: bytes) -> str:
         return f"policy server {self.url}: {status} {_message(content)}"
+
+
+def _within(seconds: float | None) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=seconds, sock_connect=10.0)
 
 
 def seed_of(*numbers: int) -> int:

@@ -224,8 +224,8 @@ class LanguageModel:
             seed=0,
             turn=len(query.history),
             priority=priority,
-            # A router sends what has the same one to the same server. All rollouts with the same instruction share it,
-            # for their prompts begin alike, and many of them ask the very same: what one had read, all have.
+            # Of several servers the same one gets what has the same name. All rollouts with the same instruction share
+            # it, for their prompts begin alike, and many of them ask the very same: what one had read, all have.
             rollout=f"world model {hashlib.blake2b(query.instruction.encode(), digest_size=8).hexdigest()}",
         )
 

@@ -76,6 +76,7 @@ class VllmWeights:
     async def publish(self, version: int, directory: Path) -> None:
         where = await anyio.Path(directory).resolve()
         with _refusals(directory, "VLLM_SERVER_DEV_MODE=1 in its environment"):
+            await self.server.ask("GET", "/v1/models")  # One that hangs fails here, in seconds.
             await self.server.tell("/pause?mode=keep")
             try:
                 kwargs = {"weights_path": str(where)}
@@ -99,6 +100,7 @@ class SglangWeights:
     async def publish(self, version: int, directory: Path) -> None:
         where = await anyio.Path(directory).resolve()
         with _refusals(directory, "the same kind of model"):
+            await self.server.ask("GET", "/v1/models")  # One that hangs fails here, in seconds.
             weights = {"model_path": str(where), "weight_version": str(version)}
             await self.server.tell("/update_weights_from_disk", weights)
 

@@ -55,9 +55,9 @@ class Service:
     publish_seconds: float
     listen: str | None = None
     """HOST:PORT"""
-    vllm: str | None = None
-    """The URL of a server, as the next one."""
-    sglang: str | None = None
+    vllm: tuple[str, ...] = ()
+    """The URLs of servers, as the next ones."""
+    sglang: tuple[str, ...] = ()
 
 
 def serve(service: Service, base: str, adapter: str | None, recipe: Recipe, pace: Pace, notes: Console) -> None:
@@ -84,11 +84,11 @@ async def run_service(service: Service, training: CoTraining, whole: bool, notes
     rather than adapters."""
     async with AsyncExitStack() as stack:
         publishers: list[Publisher] = []
-        if service.vllm is not None:
-            server = await stack.enter_async_context(Server(service.vllm))
+        for url in service.vllm:
+            server = await stack.enter_async_context(Server(url))
             publishers.append(VllmWeights(server) if whole else VllmAdapters(server))
-        if service.sglang is not None:
-            server = await stack.enter_async_context(Server(service.sglang))
+        for url in service.sglang:
+            server = await stack.enter_async_context(Server(url))
             publishers.append(SglangWeights(server) if whole else SglangAdapters(server))
         await cotrain(training, publishers, service.publish_seconds, notes)
 
@@ -103,13 +103,13 @@ async def cotrain(
     """
     newest = current_version(training.directory)
     async with background() as tasks:
+        done = dict.fromkeys(publishers, 0)
         for publisher in publishers:
-            done = 0
             if newest is not None:  # What a server will never take is better known before anything is trained.
                 with suppress(PolicyError):
                     await publisher.publish(newest.number, newest.directory)
-                    done = newest.number
-            tasks.start_soon(_keep_up, publisher, training.directory, done, notes)
+                    done[publisher] = newest.number
+        tasks.start_soon(_keep_up, done, training.directory, notes)
         published = saved = noted = time.monotonic()
         try:
             while True:
@@ -140,20 +140,22 @@ async def cotrain(
                 await anyio.to_thread.run_sync(training.save)
 
 
-async def _keep_up(publisher: Publisher, directory: Path, done: int, notes: Console) -> None:
-    """Brings each new version to a server, beside the training; where a newer one has come meanwhile, that one.
-    ``done``: the version that it has."""
+async def _keep_up(done: dict[Publisher, int], directory: Path, notes: Console) -> None:
+    """Brings each new version to one server after the other, beside the training, so that all others serve; where a
+    newer one has come meanwhile, that one. One that fails is tried again after the others. ``done``: the version that
+    each has."""
     while True:
-        try:
-            version = current_version(directory)
-            if version is None or version.number == done:
-                await anyio.sleep(_IDLE_SECONDS / 2)
-                continue
-            await publisher.publish(version.number, version.directory)
-            done = version.number
-        except (PolicyError, InputError) as error:
-            notes.print(f"the newest version was not taken, trying again: {error}", soft_wrap=True)
-            await anyio.sleep(_RETRY_SECONDS)
+        pause = _IDLE_SECONDS / 2
+        for publisher in done:
+            try:
+                version = current_version(directory)
+                if version is not None and version.number != done[publisher]:
+                    await publisher.publish(version.number, version.directory)
+                    done[publisher] = version.number
+            except (PolicyError, InputError) as error:
+                notes.print(f"the newest version was not taken, trying again: {error}", soft_wrap=True)
+                pause = _RETRY_SECONDS
+        await anyio.sleep(pause)
 
 
 def _said(training: CoTraining) -> str:

@@ -110,7 +110,7 @@ class SpeculationSettings:
         str,
         Doc(
             "What language_model runs on, and from which co-training goes on: named like `policy`; or the URL of "
-            "a vLLM server, which is not co-trained from here."
+            "a vLLM server, of several `URL,URL`, which is not co-trained from here."
         ),
     ] = "builtin"
     cotrain: Annotated[
