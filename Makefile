@@ -4,17 +4,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-verl lint develop bench clean
+.PHONY: demo test environments lint develop bench clean
 
 demo: $(VENV)/.local
 	$(BIN)/obsspec demo
 
-test: $(VENV)/.development $(VENV)-vllm/.complete lint
+# Those of verl's agent loop run in an environment of their own, and first, so that what pytest says last is of most.
+test:
+	$(MAKE) --jobs 3 environments
+	$(MAKE) lint
+	$(VENV)-verl/bin/pytest tests/in_verl
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
-# Those of verl's agent loop, in an environment of their own.
-test-verl: $(VENV)-verl/.complete
-	$(VENV)-verl/bin/pytest tests/in_verl
+environments: $(VENV)/.development $(VENV)-vllm/.complete $(VENV)-verl/.complete
 
 lint: $(VENV)/.development
 	$(BIN)/ruff format --check src tests benchmarks

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
+import torch
 from hydra import compose, initialize_config_module
 from transformers import AutoTokenizer
 from verl.protocol import DataProto
@@ -22,7 +24,7 @@ from obsspec.integrations.verl import SpeculativeAgentLoopManager
 HERE = Path(__file__).parent
 ROLLOUT = "actor_rollout_ref.rollout"
 
-COMMANDS = ["ls", "ls -l long", "cat a.txt", "make fail", "wc -c a.txt"]
+COMMANDS = ["ls", "ls -l long", "cat a.txt", "make fail", "wc -c a.txt", "touch a.txt"]
 
 
 @ray.remote(num_cpus=0)
@@ -122,12 +124,13 @@ class Verl:
         self.client = LLMServerClient(self.config, router)
         self.manager = SpeculativeAgentLoopManager.create(self.config, self.client)
 
-    def samples(self, agent: str, prompts: int, of_each: int) -> DataProto:
-        """What verl makes of so many samples."""
+    def samples(self, agent: str, prompts: int, of_each: int, task: str = "") -> DataProto:
+        """What verl makes of so many samples. ``task``: of each of them, for agents that want one."""
         rows = [(prompt, each) for prompt in range(prompts) for each in range(of_each)]
         columns = {
             "raw_prompt": [[{"role": "user", "content": f"Do task {prompt}."}] for prompt, _ in rows],
             "agent_name": [agent] * len(rows),
+            "extra_info": [{"task": task}] * len(rows),
             "index": [prompt for prompt, _ in rows],
             "tools_kwargs": [{"diary": {"create_kwargs": {"sample": f"{prompt}.{each}"}}} for prompt, each in rows],
         }
@@ -142,6 +145,31 @@ class Verl:
         """The servers' own figures, summed."""
         figures = ray.get([server.counted.remote() for server in self.servers])
         return {name: sum(each[name] for each in figures) for name in figures[0]}
+
+
+def figures(samples: DataProto) -> dict[str, float]:
+    return {name: sum(values) for name, values in samples.non_tensor_batch.items() if name.startswith("obsspec_")}
+
+
+def assert_equal(plain: DataProto, ahead: DataProto) -> None:
+    """Every field of every sample but the name of the loop, and what ours counts."""
+    assert plain.batch.keys() == ahead.batch.keys()
+    for name in plain.batch.keys():  # noqa: SIM118 -- a TensorDict iterates over rows
+        assert torch.equal(plain.batch[name], ahead.batch[name]), name
+    assert (
+        ahead.non_tensor_batch.keys() - figures(ahead).keys() == plain.non_tensor_batch.keys() - figures(plain).keys()
+    )
+    for name in plain.non_tensor_batch.keys() - figures(plain).keys() - {"agent_name"}:
+        assert np.array_equal(plain.non_tensor_batch[name], ahead.non_tensor_batch[name]), name
+
+
+def assert_idle(verl: Verl) -> None:
+    """No server goes on with what nobody waits for."""
+    for _ in range(100):
+        if not any(ray.get([server.now.remote() for server in verl.servers])):
+            return
+        time.sleep(0.05)
+    raise AssertionError("a server still generates")
 
 
 def _objects(values: list[Any]) -> np.ndarray:

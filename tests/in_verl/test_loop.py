@@ -8,41 +8,13 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import numpy as np
 import pytest
 import ray
-import torch
-from scripted import ROLLOUT, Verl
-from verl.protocol import DataProto
+from scripted import ROLLOUT, Verl, assert_equal, assert_idle, figures
 
 from obsspec.errors import InputError
 from obsspec.integrations import verl as integration
 from obsspec.training.transitions import Transitions
-
-
-def figures(samples: DataProto) -> dict[str, float]:
-    return {name: sum(values) for name, values in samples.non_tensor_batch.items() if name.startswith("obsspec_")}
-
-
-def assert_equal(plain: DataProto, ahead: DataProto) -> None:
-    """Every field of every sample but the name of the loop, and what ours counts."""
-    assert plain.batch.keys() == ahead.batch.keys()
-    for name in plain.batch.keys():  # noqa: SIM118 -- a TensorDict iterates over rows
-        assert torch.equal(plain.batch[name], ahead.batch[name]), name
-    assert (
-        ahead.non_tensor_batch.keys() - figures(ahead).keys() == plain.non_tensor_batch.keys() - figures(plain).keys()
-    )
-    for name in plain.non_tensor_batch.keys() - figures(plain).keys() - {"agent_name"}:
-        assert np.array_equal(plain.non_tensor_batch[name], ahead.non_tensor_batch[name]), name
-
-
-def assert_idle(verl: Verl) -> None:
-    """No server goes on with what nobody waits for."""
-    for _ in range(100):
-        if not any(ray.get([server.now.remote() for server in verl.servers])):
-            return
-        time.sleep(0.05)
-    raise AssertionError("a server still generates")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +81,13 @@ def test_samples_end_where_verls_do(cluster: None, base: str, loops: str, limits
     [
         ({"depth": -1}, "depth -1: must be a whole number of at least 0"),
         ({"breadth": "two"}, "breadth 'two': must be a whole number of at least 1"),
-        ({"predictor": "rules,oracle"}, "predictor oracle: not one of rules, memory"),
+        ({"predictor": "rules,oracle"}, "predictor oracle: not one of rules, memory, language_model"),
+        ({"predictor": "language_model"}, "world_model: is missing, and predictor language_model needs it"),
+        (
+            {"predictor": "language_model", "world_model": "http://x"},
+            "world_model_tokenizer: is missing, and predictor language_model needs it",
+        ),
+        ({"world_model": "http://x"}, "world_model: only predictor language_model uses it; add that"),
         ({"depht": 2}, "depht: no such key; did you mean depth?"),
     ],
 )

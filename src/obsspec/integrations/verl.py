@@ -17,10 +17,11 @@ import asyncio
 import copy
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from inspect import signature
@@ -28,10 +29,15 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
+import anyio
+
+from obsspec.chat import ChatFormat, WorldModelChat
 from obsspec.context import Context, Tokens
 from obsspec.errors import InputError, did_you_mean
-from obsspec.gate import ExpectedValue
-from obsspec.predictors import SANDBOX, Cascade, Memory, Rules
+from obsspec.gate import PRICE_APART, ExpectedValue
+from obsspec.hub import load_tokenizer
+from obsspec.policies.replicas import Replicas
+from obsspec.predictors import SANDBOX, Cascade, LanguageModel, Limits, Memory, Rules
 from obsspec.speculation import Rollout, Settings, Speculator
 from obsspec.training.posting import PostedTransitions
 from obsspec.types import (
@@ -42,6 +48,8 @@ from obsspec.types import (
     Finish,
     Generation,
     Observation,
+    Policy,
+    PolicyError,
     Predictor,
     Query,
     Request,
@@ -94,6 +102,7 @@ from verl.experimental.agent_loop.tool_agent_loop import AgentData, AgentState, 
 from verl.workers.rollout.llm_server import LLMServerClient  # noqa: E402
 from verl.workers.rollout.replica import TokenOutput  # noqa: E402
 
+_log = logging.getLogger(__name__)
 _VERLS = {*signature(AgentLoopBase.__init__).parameters, "tools", "name"}
 """What verl makes a loop of."""
 _UNLIMITED = 1_000_000
@@ -118,14 +127,26 @@ class Speculation:
     breadth: int = 1
     """How many drafts to try for one answer."""
     predictor: str = "rules,memory"
-    """Which predictors, of these two."""
+    """Which predictors, of these two and ``language_model``."""
+    world_model: str | None = None
+    """What ``language_model`` runs on: the URL of a vLLM server, or several with commas between."""
+    world_model_name: str | None = None
+    """What it is called there; see `obsspec.policies.versions.newest`."""
+    world_model_tokenizer: str | None = None
+    """Its tokenizer's directory, or name at the model hub."""
     transitions: str | None = None
     """URL of an ``obsspec world-model serve --listen``, which is sent every tool call and its answer."""
 
     def __post_init__(self) -> None:
-        for name in self.predictor.split(","):
-            if name not in ("rules", "memory"):
-                raise InputError(f"agent loop obsspec: predictor {name}: not one of rules, memory")
+        names = self.predictor.split(",")
+        for name in names:
+            if name not in ("rules", "memory", "language_model"):
+                raise InputError(f"agent loop obsspec: predictor {name}: not one of rules, memory, language_model")
+        for key in ("world_model", "world_model_tokenizer"):
+            if "language_model" in names and getattr(self, key) is None:
+                raise InputError(f"agent loop obsspec: {key}: is missing, and predictor language_model needs it")
+            if "language_model" not in names and getattr(self, key) is not None:
+                raise InputError(f"agent loop obsspec: {key}: only predictor language_model uses it; add that")
         for key, least in (("depth", 0), ("breadth", 1)):
             value = getattr(self, key)
             if type(value) is not int or value < least:
@@ -191,11 +212,15 @@ class _Process:
 
     def __init__(self, speculation: Speculation, longest: int) -> None:
         """``longest``: characters of a tool's answer above which verl cuts it."""
+        self.speculation = speculation
+        self.gate = ExpectedValue()
         # verl cuts before the policy reads it, so rules have nothing to say of longer answers. Memory sees them cut.
         predictors: dict[str, Predictor] = {"rules": Rules(replace(SANDBOX, limit=longest)), "memory": Memory()}
-        self.speculation = speculation
-        self.predictor = Cascade({name: predictors[name] for name in speculation.predictor.split(",")})
-        self.gate = ExpectedValue()
+        if speculation.world_model is not None:
+            predictors["language_model"] = _WorldModel(speculation).predictor(self.gate)
+        names = speculation.predictor.split(",")
+        chosen = {name: predictor for name, predictor in predictors.items() if name in names}
+        self.predictor = Cascade(chosen, worth_asking=partial(self.gate.worth_asking, price=PRICE_APART))
         self._counters = {name: Counter(name, description) for name, description in _FIGURES.items()}
         self._open = ExitStack()  # Until the process ends.
         url = speculation.transitions
@@ -214,6 +239,39 @@ class _Process:
         for name, value in figures.items():
             if value > 0:
                 self._counters[name].inc(value)
+
+
+class _WorldModel:
+    """What ``language_model`` runs on, in one worker process. A ``types.Policy``.
+
+    No sample waits for its servers: until they have been found, and while they are away, there are no drafts.
+    """
+
+    def __init__(self, speculation: Speculation) -> None:
+        """To be called in the event loop that will use it."""
+        remedy = "agent loop obsspec: give the directory or hub name of its tokenizer as world_model_tokenizer"
+        self._tokenizer = load_tokenizer(speculation.world_model_tokenizer or "", remedy)
+        self._policy: Policy | None = None
+        self._held = asyncio.get_running_loop().create_task(self._hold(speculation))
+
+    def predictor(self, gate: ExpectedValue) -> LanguageModel:
+        return LanguageModel(self, WorldModelChat(ChatFormat(self._tokenizer)), least=gate.least)
+
+    async def generate(self, request: Request, emit: Callable[[Chunk], None]) -> Finish:
+        """See ``types.Policy``."""
+        if self._policy is None:
+            raise PolicyError("the world model's servers have not been found yet")
+        return await self._policy.generate(request, emit)
+
+    async def _hold(self, speculation: Speculation) -> None:
+        """Until the process ends."""
+        urls, name = (speculation.world_model or "").split(","), speculation.world_model_name
+        try:
+            connected = Replicas.connect(urls, name, self._tokenizer, max_context=Limits().context_tokens)
+            async with connected as self._policy:
+                await anyio.sleep_forever()
+        except InputError as error:
+            _log.error("agent loop obsspec: goes on without its world model: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
