@@ -5,4 +5,4 @@ set -euo pipefail
 python="$1/bin/python"
 "${PYTHON:-python3}" -m venv "$1"
 "$python" -m pip install --quiet --upgrade pip
-"$python" -m pip install --quiet --constraint constraints.txt --editable '.[ray,server]' 'verl[verl-core]==0.9.1' 'transformers<5.11' pytest
+"$python" -m pip install --quiet --constraint constraints.txt --editable '.[lab,ray,server]' 'verl[verl-core]==0.9.1' 'transformers<5.11' pytest
