@@ -248,22 +248,22 @@ class _Work:
 
     @contextmanager
     def here(self, notes: Console) -> Iterator[RunAll]:
-        with notes.status("loading the models"):
-            models = self._models()
-
-        async def run_all(jobs: list[tuple[Task, int]], finished: Callable[[Result], None]) -> None:
-            instructions = {task.id: task.instruction for task, _ in jobs}
-
-            def lined(result: Trajectory | Failure) -> None:
-                if isinstance(result, Trajectory):
-                    finished(line_of(result, instructions[result.task], models.chat.text))
-                else:
-                    finished(result)
-
-            async with self._speculator(models) as speculator:
-                await rollouts(speculator, jobs, environment, self.means.concurrency, lined)
-
         with _recording(self.tools, self.means.transitions) as environment:
+            with notes.status("loading the models"):
+                models = self._models()
+
+            async def run_all(jobs: list[tuple[Task, int]], finished: Callable[[Result], None]) -> None:
+                instructions = {task.id: task.instruction for task, _ in jobs}
+
+                def lined(result: Trajectory | Failure) -> None:
+                    if isinstance(result, Trajectory):
+                        finished(line_of(result, instructions[result.task], models.chat.text))
+                    else:
+                        finished(result)
+
+                async with self._speculator(models) as speculator:
+                    await rollouts(speculator, jobs, environment, self.means.concurrency, lined)
+
             yield run_all
 
     @contextmanager
@@ -273,7 +273,7 @@ class _Work:
                 with held_back():
                     from obsspec.actors import connected, spread
                 stack.enter_context(connected(address, self.means.actors))
-            work = replace(self, plan=_wherever(self.plan))
+            work = self._wherever()
 
             async def run_all(jobs: list[tuple[Task, int]], finished: Callable[[Result], None]) -> None:
                 await spread(work.in_actor, jobs, self.means.actors, self.means.concurrency, finished)
@@ -283,8 +283,8 @@ class _Work:
     @asynccontextmanager
     async def in_actor(self) -> AsyncIterator[Callable[[Task, int], Awaitable[TrajectoryLine]]]:
         """See `obsspec.actors.OpenWorker`."""
-        models = self._models()
         with _recording(self.tools, self.means.transitions) as environment:
+            models = self._models()
             async with self._speculator(models) as speculator:
 
                 async def run(task: Task, seed: int) -> TrajectoryLine:
@@ -292,6 +292,19 @@ class _Work:
                     return line_of(trajectory, task.instruction, models.chat.text)
 
                 yield run
+
+    def _wherever(self) -> _Work:
+        """The same for another working directory."""
+
+        def absolute(name: str) -> str:
+            return str(Path(name).resolve()) if Path(name).exists() else name
+
+        plan, store = self.plan, self.means.transitions
+        tokenizer = None if plan.tokenizer is None else absolute(plan.tokenizer)
+        plan = replace(plan, policy=absolute(plan.policy), world_model=absolute(plan.world_model), tokenizer=tokenizer)
+        if store is not None and not is_url(store):
+            store = str(Path(store).resolve())
+        return replace(self, plan=plan, means=replace(self.means, transitions=store))
 
     def _models(self) -> Models:
         with held_back():  # It imports for seconds; what is wrong with the plan has been said by now.
@@ -301,16 +314,6 @@ class _Work:
     def _speculator(self, models: Models) -> AbstractAsyncContextManager[Speculator]:
         seats = self.means.seats or (1 if self.servers.policy is None else math.inf)
         return models.speculator(self.plan, Seats(seats), self.gate)
-
-
-def _wherever(plan: Plan) -> Plan:
-    """The plan for another working directory."""
-
-    def resolved(name: str) -> str:
-        return str(Path(name).resolve()) if Path(name).exists() else name
-
-    tokenizer = None if plan.tokenizer is None else resolved(plan.tokenizer)
-    return replace(plan, policy=resolved(plan.policy), world_model=resolved(plan.world_model), tokenizer=tokenizer)
 
 
 @contextmanager
