@@ -3,7 +3,10 @@
     obsspec rollout --depth 0 --tasks generated:all/easy/0 --samples 16 --transitions groups.sqlite --output runs/groups
     python benchmarks/groups.py groups.sqlite --json groups.json
 
-Every transition of the store is foretold from those before it, in the order in which they came, and then learned from:
+    obsspec world-model train LOG.jsonl.gz --output trained --tokens 100000 --hold-out 0.1
+    python benchmarks/groups.py LOG.jsonl.gz --world-model trained --hold-out 0.1
+
+Every step of the store or log is foretold from those before it, in the order in which they came, and then learned from:
 by each predictor alone and by all together, the world model as it is. Probabilities are calibrated as the gate does it,
 as drafts come true. A step counts as attempted where the likeliest draft has one of at least a half, and as exact where
 it is that draft.
@@ -14,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import anyio
@@ -27,12 +30,16 @@ from obsspec.gate import Calibration
 from obsspec.loading import base_and_adapter
 from obsspec.policies.local import LocalPolicy
 from obsspec.policies.networks import load_network
-from obsspec.predictors import Cascade, LanguageModel, Memory, Rules
+from obsspec.predictors import SANDBOX, Cascade, LanguageModel, Memory, Rules
+from obsspec.predictors.harness import Harness
 from obsspec.reports.tables import counting, share
-from obsspec.training.transitions import Transition, Transitions
-from obsspec.types import Draft, Observation, Predictor, Query
+from obsspec.training.transitions import Transitions
+from obsspec.training.world_model import held_out, is_store
+from obsspec.types import Draft, Exchange, Observation, Predictor, Query
+from predictors import executed
 
 LIKELY = 0.5
+Step = tuple[Query, Observation]
 
 
 class Remembering:
@@ -70,72 +77,89 @@ class Counts:
     """Of those that were foretold."""
 
 
-async def count(predictor: Predictor, transitions: Iterable[Transition], advance: Callable[[], None]) -> Counts:
+async def count(predictor: Predictor, steps: Iterable[Step], advance: Callable[[], None]) -> Counts:
     counts, calibration = Counts(), Calibration()
 
     def likelihood(draft: Draft) -> float:
         return calibration.probability(draft.predictor, draft.probability)
 
-    for each in transitions:
+    for query, observation in steps:
         drafts: list[Draft] = []
-        await predictor.predict(each.query, drafts.append)
+        await predictor.predict(query, drafts.append)
         best = max(drafts, key=likelihood, default=None)
         attempted = best is not None and likelihood(best) >= LIKELY
-        exact = attempted and best is not None and best.text == each.observation.text
+        exact = attempted and best is not None and best.text == observation.text
         counts.steps += 1
         counts.attempted += attempted
         counts.exact += exact
-        counts.seconds += each.observation.seconds
-        counts.exact_seconds += each.observation.seconds * exact
+        counts.seconds += observation.seconds
+        counts.exact_seconds += observation.seconds * exact
         for draft in drafts:
-            calibration.learn(draft.predictor, draft.probability, draft.text == each.observation.text)
-        predictor.learn(each.query, each.observation)
+            calibration.learn(draft.predictor, draft.probability, draft.text == observation.text)
+        predictor.learn(query, observation)
         advance()
     return counts
 
 
-def printed_before(transitions: Iterable[Transition]) -> tuple[int, int]:
+def printed_before(steps: Iterable[Step]) -> tuple[int, int]:
     """How many observations had been seen before in the same task: after the same command, and after any."""
     seen: set[tuple[str, ...]] = set()
     same = any_command = 0
-    for each in transitions:
-        task, command, text = each.query.task, each.query.command, each.observation.text
+    for query, observation in steps:
+        task, command, text = query.task, query.command, observation.text
         same += (task, command, text) in seen
         any_command += (task, text) in seen
         seen |= {(task, command, text), (task, text)}
     return same, any_command
 
 
+def logged(source: Path) -> tuple[list[Step], Harness]:
+    """The steps of a log, and what ran its commands."""
+    log, steps = executed(source), list[Step]()
+    for rollout in log.rollouts:
+        history: tuple[Exchange, ...] = ()
+        for step in rollout.steps:
+            query = Query(rollout.task, "", history, step.command)
+            steps.append((query, Observation(step.observation, step.seconds or 0.0)))
+            history = (*history, Exchange(step.command, step.observation))
+    return steps, replace(SANDBOX, keeps_directory=log.keeps_directory)
+
+
+def stored(source: Path) -> list[Step]:
+    with Transitions.open(source) as store:
+        return [(each.query, each.observation) for each in store.after()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("store", type=Path)
+    parser.add_argument("source", type=Path, help="a store of transitions, or a log")
     parser.add_argument("--world-model", default="builtin")
+    parser.add_argument("--hold-out", type=float, default=1.0, help="only tasks that training with the same leaves out")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    source = arguments.source
     try:
         network, tokenizer = load_network(*base_and_adapter(arguments.world_model, "world_model"))
-        if not arguments.store.is_file():
-            raise InputError(f"{arguments.store}: no such file")
-        with Transitions.open(arguments.store) as store:
-            transitions = list(store.after())
+        if not source.is_file():
+            raise InputError(f"{source}: no such file")
+        steps, harness = (stored(source), SANDBOX) if is_store(source) else logged(source)
     except InputError as error:
         parser.error(str(error))
+    steps = [(query, observation) for query, observation in steps if held_out(query.task, arguments.hold_out)]
     model = Remembering(LanguageModel(LocalPolicy(network), WorldModelChat(ChatFormat(tokenizer))))
     predictors: dict[str, Predictor] = {
-        "rules": Rules(),
+        "rules": Rules(harness),
         "memory": Memory(),
-        "rules, memory": Cascade({"rules": Rules(), "memory": Memory()}),
+        "rules, memory": Cascade({"rules": Rules(harness), "memory": Memory()}),
         "language model": model,
         # No impatience: it would make the outcome depend on the machine.
-        "all": Cascade({"rules": Rules(), "memory": Memory(), "language_model": model}, patience=60.0),
+        "all": Cascade({"rules": Rules(harness), "memory": Memory(), "language_model": model}, patience=60.0),
     }
     results = {}
-    with counting(Console(stderr=True), "predictions", len(predictors) * len(transitions)) as advance:
+    with counting(Console(stderr=True), "predictions", len(predictors) * len(steps)) as advance:
         for name, predictor in predictors.items():
-            results[name] = anyio.run(count, predictor, transitions, advance)
-    table = Table(
-        "", "attempted", "exact of attempted", "exact of all", "of tool seconds", title=f"{len(transitions)} steps"
-    )
+            results[name] = anyio.run(count, predictor, steps, advance)
+    table = Table("", "attempted", "exact of attempted", "exact of all", "of tool seconds", title=f"{len(steps)} steps")
     for name, each in results.items():
         table.add_row(
             name,
@@ -146,9 +170,9 @@ def main() -> None:
         )
     console = Console(width=120)
     console.print(table)
-    same, any_command = printed_before(transitions)
-    console.print(f"printed before in the same task by the same command: {share(same, len(transitions))}")
-    console.print(f"printed before in the same task by any command: {share(any_command, len(transitions))}")
+    same, any_command = printed_before(steps)
+    console.print(f"printed before in the same task by the same command: {share(same, len(steps))}")
+    console.print(f"printed before in the same task by any command: {share(any_command, len(steps))}")
     if arguments.json:
         arguments.json.write_text(json.dumps({name: asdict(each) for name, each in results.items()}, indent=2) + "\n")
 
