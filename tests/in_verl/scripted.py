@@ -24,7 +24,7 @@ from obsspec.integrations.verl import SpeculativeAgentLoopManager
 HERE = Path(__file__).parent
 ROLLOUT = "actor_rollout_ref.rollout"
 
-COMMANDS = ["ls", "ls -l long", "cat a.txt", "make fail", "wc -c a.txt", "touch a.txt"]
+COMMANDS = ["ls", "ls -l long", "cat a.txt", "make fail", "wc -c a.txt"]
 
 
 @ray.remote(num_cpus=0)

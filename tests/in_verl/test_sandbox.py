@@ -14,12 +14,15 @@ from obsspec.integrations.verl_sandbox import _task
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A task that is done where there is a file ``a.txt``."""
-    directory = tmp_path_factory.mktemp("tasks") / "touch"
-    (directory / "tests").mkdir(parents=True)
+    """A task that is done by ``make fail``, which the script runs now and then."""
+    directory = tmp_path_factory.mktemp("tasks") / "make"
+    for part in ("environment", "tests"):
+        (directory / part).mkdir(parents=True)
+    (directory / "environment" / "Dockerfile").write_text("FROM debian\nWORKDIR /app\nCOPY Makefile ./\n")
+    (directory / "environment" / "Makefile").write_text("fail:\n\ttouch made\n\tfalse\n")
     (directory / "task.toml").write_text("")
-    (directory / "instruction.md").write_text("Make a.txt.")
-    (directory / "tests" / "test.sh").write_text("test -e a.txt && echo 1 > /logs/verifier/reward.txt")
+    (directory / "instruction.md").write_text("Make it.")
+    (directory / "tests" / "test.sh").write_text("test -e made && echo 1 > /logs/verifier/reward.txt")
     return str(directory)
 
 
