@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ COMMANDS = ["ls", "ls -l long", "cat a.txt", "make fail", "wc -c a.txt"]
 
 @ray.remote(num_cpus=0)
 class Server:
-    """Stands for a server of the policy: what it writes depends on the tokens of the prompt and on nothing else."""
+    """Stands for a server of the policy: what it writes depends on the prompt and on nothing else."""
 
     def __init__(self, model: str) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
@@ -50,7 +51,9 @@ class Server:
         figures["speculative"] += priority > 0
         self.running += 1
         try:
-            chosen = random.Random(json.dumps([prompt_ids, sampling_params], sort_keys=True))
+            # verl's own complaints name the tools' module by where this directory is: that is to change nothing.
+            seen = re.sub(r"_verl_function\w+", "", self._tokenizer.decode(prompt_ids))
+            chosen = random.Random(json.dumps([seen, sampling_params], sort_keys=True))
             tokens = self._tokenizer.encode(self._message(prompt_ids, chosen), add_special_tokens=False)
             await asyncio.sleep(self._seconds * random.uniform(0.5, 1.5))
         except asyncio.CancelledError:

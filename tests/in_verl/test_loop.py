@@ -29,7 +29,7 @@ def test_samples_are_those_of_verls_own_loop(verl: Verl) -> None:
     ahead = verl.samples("obsspec", 50, 4)
     assert_equal(plain, ahead)
     own, timing = figures(ahead), ahead.meta_info["timing"]
-    assert own["obsspec_hits"] > 100, own
+    assert own["obsspec_hits"] > 20, own
     assert own["obsspec_attempted"] > own["obsspec_hits"], own
     assert 0 < own["obsspec_hidden_seconds"] < own["obsspec_tool_seconds"], own
     assert timing["agent_loop/obsspec_hits"] == own["obsspec_hits"]
@@ -71,9 +71,14 @@ def test_what_was_begun_for_nothing_ends_in_its_server(verl: Verl) -> None:
 )
 def test_samples_end_where_verls_do(cluster: None, base: str, loops: str, limits: list[str]) -> None:
     verl = Verl(base, loops, *(f"{ROLLOUT}.{limit}" for limit in limits))
-    plain, ahead = verl.samples("tool_agent", 12, 4), verl.samples("obsspec", 12, 4)
-    assert_equal(plain, ahead)
-    assert figures(ahead)["obsspec_hits"] > 0
+    verl.take(0.05)
+    plain = verl.samples("tool_agent", 12, 4)
+    hits = 0.0
+    for _ in range(2):  # In the second one memory knows what tools answer.
+        ahead = verl.samples("obsspec", 12, 4)
+        assert_equal(plain, ahead)
+        hits += figures(ahead)["obsspec_hits"]
+    assert hits > 0
 
 
 @pytest.mark.parametrize(
