@@ -24,6 +24,7 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> str:
     target = "obsspec.integrations.verl.SpeculativeToolAgentLoop"
     entries = (
         f"{{name: obsspec, _target_: {target}, depth: 2, breadth: 2}}",
+        f"{{name: novice, _target_: {target}, breadth: 3}}",  # With a gate and a memory of its own.
         f"{{name: never, _target_: {target}, depth: 0}}",
     )
     file.write_text("".join(f"- {entry}\n" for entry in entries))

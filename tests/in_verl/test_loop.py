@@ -52,7 +52,7 @@ def test_what_was_begun_for_nothing_ends_in_its_server(verl: Verl) -> None:
     """A generation takes far longer than any tool: what is begun on a wrong draft is cancelled long before its end."""
     verl.take(1.0)
     before = verl.counted()
-    ahead = figures(verl.samples("obsspec", 2, 6))
+    ahead = figures(verl.samples("novice", 8, 8))
     lost = ahead["obsspec_attempted"] - ahead["obsspec_hits"]
     assert lost > 0
     assert verl.counted()["aborted"] - before["aborted"] >= lost
