@@ -29,6 +29,7 @@ from obsspec.gate import Gate
 from obsspec.predictors.memory import Memory
 from obsspec.runs import Means, Plan, run
 from obsspec.testing import ScriptedChat, ScriptedEnvironment, ScriptedPolicy, decode, encode
+from obsspec.training import transitions as module
 from obsspec.training.transitions import Transition, Transitions, recorded
 from obsspec.types import Exchange, Generation
 
@@ -274,6 +275,26 @@ def test_many_processes_write_while_one_follows(tmp_path: Path) -> None:
         place = len(each.query.history)
         assert each.query.command == f"command {place}"
         assert {exchange.observation for exchange in each.query.history} <= {each.observation.text}
+
+
+def test_where_sqlite_does_not_wait_it_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was seen where five processes made a store at once on a busy machine, and never again."""
+    prepare, calls = module._prepare, []
+
+    def busy(database: sqlite3.Connection, path: Path) -> None:
+        calls.append(path)
+        if len(calls) < 3:
+            database.execute("BEGIN IMMEDIATE")
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode = sqlite3.SQLITE_BUSY_RECOVERY
+            raise error
+        prepare(database, path)
+
+    monkeypatch.setattr(module, "_prepare", busy)
+    with store(tmp_path) as transitions:
+        add(transitions, "rollout", printing("a"))
+        assert len(transitions) == 1
+    assert len(calls) == 3
 
 
 ENDLESS = """

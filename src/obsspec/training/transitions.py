@@ -36,6 +36,7 @@ _APPLICATION, _VERSION = 0x0B5_7A45, 1
 
 _PATIENCE = 60.0
 """Seconds to wait for another process that is writing."""
+_AGAIN_SECONDS = 0.02
 
 _BATCH = 100
 """Transitions that are read at once. Between batches nothing is held, so a slow reader is in nobody's way."""
@@ -170,7 +171,7 @@ class Transitions:
             database = sqlite3.connect(path.absolute(), _PATIENCE, isolation_level=None, check_same_thread=False)
         with closing(database):
             with _explained(path):
-                _prepare(database, path)
+                _prepare_patiently(database, path)
             yield cls(path, database, max_age_seconds, max_count)
 
     def __len__(self) -> int:
@@ -580,6 +581,20 @@ def _parquet(file: object) -> Any:
 
 
 # The database.
+
+
+def _prepare_patiently(database: sqlite3.Connection, path: Path) -> None:
+    """SQLite itself waits for others almost always: not while one of them begins or ends to share the file."""
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            _prepare(database, path)
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+            database.rollback()
+            time.sleep(_AGAIN_SECONDS)
 
 
 def _prepare(database: sqlite3.Connection, path: Path) -> None:
