@@ -144,7 +144,7 @@ async def _use(
             await actor.close.remote()
     except RayActorError:
         for job in running.values():
-            if failure := todo.lost(job, place):
+            if failure := todo.lost(job):
                 finished(failure)
         if todo.left:
             raise
@@ -223,7 +223,7 @@ class _Jobs:
         if not self.left:
             self._wake()
 
-    def lost(self, job: Job, place: int) -> Failure | None:
+    def lost(self, job: Job) -> Failure | None:
         """With its actor. It waits for another one, or has failed."""
         task, seed = job
         self._deaths[task.id, seed] += 1
