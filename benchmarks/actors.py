@@ -26,36 +26,15 @@ import anyio
 from rich.console import Console
 from rich.table import Table
 
-from obsspec import Draft, Observation, Query, Settings, Speculator, Task, rollout
+from engine import TURNS, FreePredictor, script
+from obsspec import Observation, Settings, Speculator, Task, rollout
 from obsspec.actors import connected, spread
-from obsspec.context import Tokens
 from obsspec.reports.records import TrajectoryLine, line_of
 from obsspec.rollout import Failure, for_each
 from obsspec.testing import ScriptedChat, ScriptedEnvironment, ScriptedPolicy, decode
 
-TURNS, ROLLOUTS, AT_ONCE, ACTORS = 20, 2048, 1024, 4
+ROLLOUTS, AT_ONCE, ACTORS = 2048, 1024, 4
 RunOne = Callable[[Task, int], Awaitable[TrajectoryLine]]
-
-
-def script(context: Tokens, seed: int) -> str:
-    return "done" if decode(context[-300:]).count("ls") >= TURNS - 1 else "ls"
-
-
-class FreePredictor:
-    """Right for every second command."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    async def predict(self, query: Query, propose: Callable[[Draft], None]) -> None:
-        self.asked += 1
-        propose(Draft("out" if self.asked % 2 else "wrong", 0.9))
-
-    async def prepare(self, query: Query) -> None:
-        pass
-
-    def learn(self, query: Query, observation: Observation) -> None:
-        pass
 
 
 @asynccontextmanager
