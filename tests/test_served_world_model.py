@@ -75,7 +75,8 @@ class FakeModel:
         tokens = self.tokenizer.encode(text, add_special_tokens=False)[: exchange.body["max_tokens"]]
         for place, token in enumerate(tokens):
             ended = "stop" if token in exchange.body["stop_token_ids"] else "length"
-            choice = {"token_ids": [token], "logprobs": {"token_logprobs": [-0.001]}}
+            likeliest = {f"token_id:{token}": -0.001, f"token_id:{token + 1}": -7.0}
+            choice = {"token_ids": [token], "logprobs": {"token_logprobs": [-0.001], "top_logprobs": [likeliest]}}
             await exchange.event({"choices": [choice | {"finish_reason": ended if place == len(tokens) - 1 else None}]})
         await exchange.end()
 

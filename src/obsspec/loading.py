@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -83,8 +83,7 @@ class Models:
             if self.world_model is not None:
                 open_world_model, chat = self.world_model
                 runs_on = await opened.enter_async_context(open_world_model())
-                drafts: Literal[1, 2] = 1 if plan.breadth == 1 else 2
-                predictors["language_model"] = LanguageModel(runs_on, chat, least=gate.least, drafts=drafts)
+                predictors["language_model"] = LanguageModel(runs_on, chat, least=gate.least, drafts=plan.breadth)
             chosen = {name: predictors[name] for name in plan.predictors()}
             worth_asking = partial(gate.worth_asking, price=self.asking_price)
             cascade = Cascade(chosen, worth_asking=worth_asking) if chosen else None

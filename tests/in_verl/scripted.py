@@ -102,7 +102,8 @@ class Server:
 class Verl:
     """verl's manager with two workers, and two servers of the kind above. It takes some 20 s to start."""
 
-    def __init__(self, model: str, loops: str, *settings: str) -> None:
+    def __init__(self, model: str, loops: str, *settings: str, server: Any = Server) -> None:
+        """``settings``: verl's own, as on its command line. ``server``: another kind of server."""
         with initialize_config_module("verl.trainer.config", version_base=None):
             self.config = compose(
                 "ppo_trainer",
@@ -122,7 +123,7 @@ class Verl:
                     *settings,
                 ],
             )
-        self.servers = [Server.remote(model) for _ in range(2)]
+        self.servers = [server.remote(model) for _ in range(2)]
         router = get_router_handle({f"server{place}": actor for place, actor in enumerate(self.servers)})
         self.client = LLMServerClient(self.config, router)
         self.manager = SpeculativeAgentLoopManager.create(self.config, self.client)
@@ -130,13 +131,17 @@ class Verl:
     def samples(self, agent: str, prompts: int, of_each: int, task: str = "") -> DataProto:
         """What verl makes of so many samples. ``task``: of each of them, for agents that want one."""
         rows = [(prompt, each) for prompt in range(prompts) for each in range(of_each)]
-        columns = {
-            "raw_prompt": [[{"role": "user", "content": f"Do task {prompt}."}] for prompt, _ in rows],
-            "agent_name": [agent] * len(rows),
-            "extra_info": [{"task": task}] * len(rows),
-            "index": [prompt for prompt, _ in rows],
-            "tools_kwargs": [{"diary": {"create_kwargs": {"sample": f"{prompt}.{each}"}}} for prompt, each in rows],
-        }
+        return self.run(
+            agent,
+            raw_prompt=[[{"role": "user", "content": f"Do task {prompt}."}] for prompt, _ in rows],
+            extra_info=[{"task": task}] * len(rows),
+            index=[prompt for prompt, _ in rows],
+            tools_kwargs=[{"diary": {"create_kwargs": {"sample": f"{prompt}.{each}"}}} for prompt, each in rows],
+        )
+
+    def run(self, agent: str, **columns: list[Any]) -> DataProto:
+        """What verl makes of such rows of a dataset, a sample of each."""
+        columns["agent_name"] = [agent] * len(columns["index"])
         arrays = {name: _objects(values) for name, values in columns.items()}
         return self.manager.generate_sequences(DataProto.from_dict(tensors={}, non_tensors=arrays))
 

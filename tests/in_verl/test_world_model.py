@@ -44,7 +44,7 @@ def test_it_is_used_while_it_is_there(cluster: None, base: str, tmp_path: Path, 
     with elsewhere.serving() as url:
         target = "obsspec.integrations.verl.SpeculativeToolAgentLoop"
         keys = f"predictor: language_model, world_model: '{url}', world_model_tokenizer: '{tmp_path / 'world-model'}'"
-        file.write_text(f"- {{name: obsspec, _target_: {target}, {keys}}}\n")
+        file.write_text(f"- {{name: obsspec, _target_: {target}, breadth: 2, {keys}}}\n")
         verl = Verl(base, str(file))
         plain = verl.samples("tool_agent", 4, 2)
         for _ in range(40):  # The first samples find that nobody has looked for the server yet.
@@ -54,6 +54,9 @@ def test_it_is_used_while_it_is_there(cluster: None, base: str, tmp_path: Path, 
                 break
         else:
             raise AssertionError("no hit")
+    assert any(each.body["logprobs"] == 2 for each in elsewhere.model.completions), (
+        "a second draft needs the second likeliest tokens"
+    )
     ahead = verl.samples("obsspec", 4, 2)
     assert_equal(plain, ahead)
     assert figures(ahead)["obsspec_hits"] == 0

@@ -217,7 +217,7 @@ class _Process:
         # verl cuts before the policy reads it, so rules have nothing to say of longer answers. Memory sees them cut.
         predictors: dict[str, Predictor] = {"rules": Rules(replace(SANDBOX, limit=longest)), "memory": Memory()}
         if speculation.world_model is not None:
-            predictors["language_model"] = _WorldModel(speculation).predictor(self.gate)
+            predictors["language_model"] = _WorldModel(speculation).predictor(self.gate, speculation.breadth)
         names = speculation.predictor.split(",")
         chosen = {name: predictor for name, predictor in predictors.items() if name in names}
         self.predictor = Cascade(chosen, worth_asking=partial(self.gate.worth_asking, price=PRICE_APART))
@@ -254,8 +254,8 @@ class _WorldModel:
         self._policy: Policy | None = None
         self._held = asyncio.get_running_loop().create_task(self._hold(speculation))
 
-    def predictor(self, gate: ExpectedValue) -> LanguageModel:
-        return LanguageModel(self, WorldModelChat(ChatFormat(self._tokenizer)), least=gate.least)
+    def predictor(self, gate: ExpectedValue, breadth: int) -> LanguageModel:
+        return LanguageModel(self, WorldModelChat(ChatFormat(self._tokenizer)), least=gate.least, drafts=breadth)
 
     async def generate(self, request: Request, emit: Callable[[Chunk], None]) -> Finish:
         """See ``types.Policy``."""

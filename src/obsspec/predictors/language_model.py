@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, Protocol
+from typing import Protocol
 
 import anyio
 
@@ -147,8 +147,8 @@ class _Writing:
 class LanguageModel:
     """A ``types.Predictor`` that proposes the greedy continuation, if it is short and likely enough.
 
-    With two ``drafts`` it then proposes another one, where the policy says which tokens were second likeliest: greedy
-    again, from where replacing a token by its runner-up is likeliest.
+    With two ``drafts`` or more it then proposes another one, and no third, where the policy says which tokens were
+    second likeliest: greedy again, from where replacing a token by its runner-up is likeliest.
 
     A draft is given up as soon as its probability falls below ``floor``, since it can only fall further; or below
     ``least``, where that is more, but for one query in twenty, by which is learned how often such drafts come true.
@@ -162,7 +162,7 @@ class LanguageModel:
         limits: Limits = Limits(),
         floor: float = 0.1,
         least: Least | None = None,
-        drafts: Literal[1, 2] = 1,
+        drafts: int = 1,
     ) -> None:
         self._policy = policy
         self._chat = chat
