@@ -79,6 +79,22 @@ def test_an_adapter_is_merged(directory: Path, adapter: Path) -> None:
     assert not [name for name, _ in merged.named_parameters() if "lora" in name]
 
 
+@pytest.mark.parametrize("kept", [{}, {"modules_to_save": ["embed_tokens"]}, {"target_modules": ["q_proj", "lm_head"]}])
+def test_an_adapter_with_embeddings_is_read_without_asking_the_hub(
+    directory: Path, tmp_path: Path, kept: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, _ = load_model(str(directory))
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, **({"target_modules": ["q_proj"]} | kept)))
+    adapted.save_pretrained(tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    named = {"base_model_name_or_path": "somewhere/tiny-model"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config | named))
+    asked: list[object] = []
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *of: asked.append(of))
+    assert load_model(str(directory), tmp_path / "adapter")
+    assert not asked
+
+
 @pytest.mark.parametrize("changes", [{"hidden_size": 32}, {"num_hidden_layers": 4}, {"num_hidden_layers": 2}])
 def test_an_adapter_of_another_model(changes: dict[str, int], adapter: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", **changes)
