@@ -23,20 +23,18 @@ from verl.workers.rollout.router import get_router_handle
 from obsspec.integrations.verl import SpeculativeAgentLoopManager
 
 HERE = Path(__file__).parent
+TRAINING = HERE.parents[1] / ".venv" / "bin"
+"""Of the environment that trains, and makes models: verl's has Transformers that are too old for that."""
 ROLLOUT = "actor_rollout_ref.rollout"
 
 COMMANDS = ["ls", "ls -l long", "cat a.txt", "make fail", "wc -c a.txt"]
 
 
-@ray.remote(num_cpus=0)
-class Server:
-    """Stands for a server of the policy: what it writes depends on the prompt and on nothing else."""
+class Endpoint:
+    """What verl asks of a server's actor. ``answer`` is what differs."""
 
-    def __init__(self, model: str) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self._seconds = 0.01
-        self.running = 0
-        self.figures = {"requests": 0, "aborted": 0, "speculative": 0}
+    running = 0
+    """Requests."""
 
     async def generate(
         self,
@@ -46,37 +44,54 @@ class Server:
         priority: int = 0,
         **media: Any,
     ) -> TokenOutput:
+        self.running += 1
+        try:
+            return await self.answer(prompt_ids, sampling_params, priority)
+        finally:
+            self.running -= 1
+
+    async def answer(self, prompt: list[int], sampling: dict[str, Any], priority: int) -> TokenOutput:
+        raise NotImplementedError
+
+    async def now(self) -> int:
+        """Requests that are running."""
+        return self.running
+
+
+@ray.remote(num_cpus=0)
+class Server(Endpoint):
+    """Stands for a server of the policy: what it writes depends on the prompt and on nothing else."""
+
+    def __init__(self, model: str) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._seconds = 0.01
+        self.figures = {"requests": 0, "aborted": 0, "speculative": 0}
+
+    async def answer(self, prompt: list[int], sampling: dict[str, Any], priority: int) -> TokenOutput:
         figures = self.figures
         figures["requests"] += 1
         figures["speculative"] += priority > 0
-        self.running += 1
         try:
             # verl's own complaints name the tools' module by where this directory is: that is to change nothing.
-            seen = re.sub(r"_verl_function\w+", "", self._tokenizer.decode(prompt_ids))
-            chosen = random.Random(json.dumps([seen, sampling_params], sort_keys=True))
-            tokens = self._tokenizer.encode(self._message(prompt_ids, chosen), add_special_tokens=False)
+            seen = re.sub(r"_verl_function\w+", "", self._tokenizer.decode(prompt))
+            chosen = random.Random(json.dumps([seen, sampling], sort_keys=True))
+            tokens = self._tokenizer.encode(self._message(prompt, chosen), add_special_tokens=False)
             await asyncio.sleep(self._seconds * random.uniform(0.5, 1.5))
         except asyncio.CancelledError:
             figures["aborted"] += 1
             raise
-        finally:
-            self.running -= 1
         logprobs = [-chosen.random() for _ in tokens]
         return TokenOutput(
             token_ids=tokens,
             log_probs=logprobs,
             stop_reason="completed",
             num_preempted=1,
-            extra_fields={"global_steps": len(prompt_ids) // 300},
+            extra_fields={"global_steps": len(prompt) // 300},
         )
 
     async def take(self, seconds: float) -> None:
         """From now on, for a generation."""
         self._seconds = seconds
-
-    async def now(self) -> int:
-        """Requests that are running."""
-        return self.running
 
     async def counted(self) -> dict[str, int]:
         return self.figures

@@ -12,12 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from scripted import Verl, assert_equal, figures
+from scripted import TRAINING, Verl, assert_equal, figures
 
 from obsspec.training.transitions import Transitions
-
-OBSSPEC = Path(__file__).parents[2] / ".venv" / "bin" / "obsspec"
-"""In the environment that trains: verl's has Transformers that are too old for it."""
 
 
 @pytest.fixture
@@ -29,7 +26,7 @@ def url() -> str:
 @pytest.fixture
 def start(base: str, url: str, tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     """Starts the co-training, and waits until it listens."""
-    command = [OBSSPEC, "world-model", "serve", tmp_path / "store.sqlite", "--output", tmp_path / "model"]
+    command = [TRAINING / "obsspec", "world-model", "serve", tmp_path / "store.sqlite", "--output", tmp_path / "model"]
     command += ["--world-model", base, "--listen", url.removeprefix("http://")]
     started: list[subprocess.Popen[bytes]] = []
 

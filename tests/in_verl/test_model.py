@@ -9,13 +9,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import thinking
-from scripted import ROLLOUT, Verl, assert_equal, assert_idle, figures
+from scripted import ROLLOUT, TRAINING, Verl, assert_equal, assert_idle, figures
 
 from obsspec.chat import _TERMINAL_SYSTEM
 from obsspec.tasks import parse_tasks
 
-PYTHON = Path(__file__).parents[2] / ".venv" / "bin" / "python"
-"""Of the environment whose Transformers can make the model; verl's are too old for it."""
 SAVE = """
 import sys
 from obsspec.models import BUILTIN_POLICY, DEFAULT_MODEL, load_model
@@ -28,7 +26,7 @@ TASKS = ["generated:c_program/easy/0", "generated:makefile/easy/0"]
 @pytest.fixture
 def policy() -> Iterator[str]:
     with TemporaryDirectory() as directory:  # Half a GB, which pytest would keep.
-        subprocess.run([PYTHON, "-c", SAVE, directory], check=True)
+        subprocess.run([TRAINING / "python", "-c", SAVE, directory], check=True)
         yield directory
 
 

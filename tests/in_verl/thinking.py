@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 import torch
+from scripted import Endpoint
 from transformers import AutoModelForCausalLM
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.workers.rollout.replica import TokenOutput
@@ -22,33 +23,19 @@ LONGEST = 80
 
 
 @ray.remote(num_cpus=0)
-class Server:
+class Server(Endpoint):
     """Samples from a model. The seed is the prompt's, so that a prompt is always continued alike."""
 
     def __init__(self, model: str) -> None:
         torch.set_num_threads(1)
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        self.running = 0
 
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
-        request_id: str,
-        priority: int = 0,
-        **media: Any,
-    ) -> TokenOutput:
+    async def answer(self, prompt: list[int], sampling: dict[str, Any], priority: int) -> TokenOutput:
         cancelled = threading.Event()
-        self.running += 1
         try:
-            return await asyncio.to_thread(self._sample, prompt_ids, sampling_params["temperature"], cancelled)
+            return await asyncio.to_thread(self._sample, prompt, sampling["temperature"], cancelled)
         finally:
             cancelled.set()
-            self.running -= 1
-
-    async def now(self) -> int:
-        """Requests that are running."""
-        return self.running
 
     @torch.inference_mode()
     def _sample(self, prompt: list[int], temperature: float, cancelled: threading.Event) -> TokenOutput:
