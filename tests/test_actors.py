@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import anyio
 import psutil
@@ -26,6 +29,7 @@ from obsspec.types import Task
 from test_cli import OBSSPEC, obsspec, wait_for, wait_for_lines
 
 JOBS = [(Task(f"task/{number}", ""), seed) for number in range(6) for seed in range(4)]
+RAY = (sys.executable, "-m", "ray.scripts.scripts")
 Run = Callable[[Task, int], Awaitable[tuple[str, int, int]]]
 
 
@@ -91,6 +95,83 @@ def assert_gone(directory: Path) -> None:
     wait_for(lambda: not any(map(is_alive, opened)))
 
 
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("127.0.0.1:1", "--ray 127.0.0.1:1: Connection refused; start a cluster with"),
+        ("somewhere", "--ray somewhere: is not local, auto or HOST:PORT; start a cluster with"),
+        ("127.0.0.1:99999", "--ray 127.0.0.1:99999: is not local, auto or HOST:PORT; start a cluster with"),
+        ("ray://x:1", "--ray ray://x:1: run this on"),
+    ],
+)
+def test_without_a_cluster_it_says_how_to_have_one(address: str, said: str, tmp_path: Path) -> None:
+    assert said in refused("--ray", address, "--output", str(tmp_path / "run"))
+
+
+def test_where_ray_finds_no_cluster_it_says_so(tmp_path: Path) -> None:
+    if any(process.name() == "gcs_server" for process in psutil.process_iter()):
+        pytest.skip("this machine is part of a Ray cluster")
+    line = refused("--ray", "auto", "--output", str(tmp_path / "run"))
+    assert "--ray auto: Could not find any running Ray instance; start a cluster with" in line
+
+
+def refused(*options: str) -> str:
+    finished = obsspec("rollout", "--tasks", "generated:text/easy/0-99", "--policy", "nowhere", *options)
+    assert finished.returncode == 2
+    (line,) = finished.stderr.splitlines()
+    assert "Traceback" not in line
+    return line
+
+
+def test_what_listens_there_may_be_no_cluster(tmp_path: Path) -> None:
+    """It takes the connection, and never says a word that Ray understands."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        line = refused("--ray", address, "--output", str(tmp_path / "run"))
+    assert f"--ray {address}: what listens there does not answer as a Ray cluster does; start a cluster" in line
+
+
+def test_a_cluster_may_ask_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that is started where Ray has left a token before."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("a" * 64)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as short:  # For the names of its sockets.
+        head = ["start", "--head", "--port", str(port), "--temp-dir", short, "--num-cpus", "1", "--block"]
+        with subprocess.Popen([*RAY, *head], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+            try:
+                wait_for(lambda: is_healthy(address))
+                assert "model nowhere" in refused("--ray", address, "--output", str(tmp_path / "run"))
+                monkeypatch.delenv("RAY_AUTH_MODE")
+                line = refused("--ray", address, "--output", str(tmp_path / "run"))
+                assert "the cluster asks for a token; set RAY_AUTH_MODE=token" in line
+            finally:
+                child.terminate()
+
+
+def is_healthy(address: str) -> bool:
+    command = [*RAY, "health-check", "--address", address]
+    return subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--actors", "3"), "--actors 3: these are processes of a Ray cluster; say which with --ray"),
+        (("--ray", "local", "--actors", "100000"), "--ray local: 100 actors are too many for the "),
+    ],
+)
+def test_actors_that_make_no_sense_are_refused(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    """A hundred rollouts never need more than a hundred of them, which are too many for one machine."""
+    if (os.cpu_count() or 1) * 8 >= 100:
+        pytest.skip("this machine has the cores for so many")
+    assert said in refused(*options, "--output", str(tmp_path / "run"))
+
+
 def test_every_job_is_run_once(cluster: None, tmp_path: Path) -> None:
     results = spread_all(partial(worker, tmp_path, 3), actors=3)
     assert_all_there(results)
@@ -148,25 +229,6 @@ def test_what_cannot_be_taken_in_ends_it(cluster: None, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^the disk is full$"):
         anyio.run(spread, partial(worker, tmp_path, 2), JOBS, 2, 4, full)
     assert_gone(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [
-        ("127.0.0.1:1", "--ray 127.0.0.1:1: Connection refused; start a cluster with"),
-        ("somewhere", "--ray somewhere: "),
-        ("ray://x:1", "--ray ray://x:1: run this on"),
-    ],
-)
-def test_without_a_cluster_it_says_how_to_have_one(address: str, said: str, tmp_path: Path) -> None:
-    finished = obsspec(
-        *("rollout", "--tasks", "generated:text/easy/0", "--policy", "nowhere", "--ray", address),
-        *("--output", tmp_path / "run"),
-    )
-    assert finished.returncode == 2
-    (line,) = finished.stderr.splitlines()
-    assert said in line
-    assert "Traceback" not in line
 
 
 def test_a_store_is_for_one_machine(tmp_path: Path) -> None:

@@ -107,8 +107,11 @@ def test_a_finished_run_is_not_run_again(policy: Path, runs: tuple[Path, Path]) 
     again = rollout(policy, runs[0], "--predictor", "rules,memory", "--depth", "0")
     assert again.returncode == 2
     assert "--resume" in again.stderr
+    aside = policy.rename(policy.with_name("aside"))  # It does not even load the model.
     resumed = rollout(policy, runs[0], "--predictor", "rules,memory", "--depth", "0", "--resume")
+    aside.rename(policy)
     assert resumed.returncode == 0, resumed.stderr
+    assert "2 of 2 tasks" in resumed.stdout
     other = rollout(policy, runs[0], "--predictor", "rules,memory", "--depth", "1", "--resume")
     assert other.returncode == 2
     assert "depth = 0" in other.stderr
@@ -262,14 +265,26 @@ def complaint(finished: subprocess.CompletedProcess[str]) -> str:
         (["--policy", "x" * 5000], "File name too long"),
         (["--tasks", "generated:text/easy/0-99999999999"], "more than 100,000"),
         (["--tasks", "generated:text/easy/0", "--frobnicate"], "No such option: --frobnicate"),
-        (["--policy", "http://127.0.0.1:9"], "policy server http://127.0.0.1:9: Connect call failed"),
+        (["--policy", "http://127.0.0.1:9"], "server http://127.0.0.1:9: Connect call failed"),
         (
             ["--predictor", "language_model", "--world-model", "http://127.0.0.1:9,http://127.0.0.1:7"],
-            "policy server http://127.0.0.1:7: Connect call failed",
+            "server http://127.0.0.1:9: Connect call failed",
+        ),
+        (
+            ["--predictor", "language_model", "--world-model", "http://127.0.0.1:9,http://127.0.0.1:7"],
+            "server http://127.0.0.1:7: Connect call failed",
+        ),
+        (["--policy", "htp://127.0.0.1:9"], "server htp://127.0.0.1:9: neither http nor https; give a URL like"),
+        *(
+            (
+                ["--predictor", "language_model", "--world-model", urls],
+                f"--world-model {urls}: no URL before or after a comma; give URL,URL",
+            )
+            for urls in (",http://127.0.0.1:9", "http://127.0.0.1:9,", "http://127.0.0.1:9,,http://127.0.0.1:7")
         ),
         (
             ["--predictor", "language_model", "--world-model", "http://127.0.0.1:9,model"],
-            "policy server model: URL should be absolute; give a URL like",
+            "server model: URL should be absolute; give a URL like",
         ),
         (["--policy", "./missing", "--model", "x"], "--policy ./missing: is no URL of a server, and --model"),
         (["--gate", "{dir}/file"], "{dir}/file: the file: Invalid JSON"),

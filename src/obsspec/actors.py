@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -18,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import AuthenticationError, RayActorError, RayTaskError
 
 from obsspec.background import raising_alone
 from obsspec.errors import InputError
@@ -34,7 +36,12 @@ OpenWorker = Callable[[], AbstractAsyncContextManager[Callable[[Task, int], Awai
 
 _DEATHS = 3
 """So often may an actor die without a result in between, or a job be lost with its actor."""
+_ACTORS_PER_CORE = 8
+"""On a cluster of this machine alone: each is a process that loads what it needs."""
+_LAST_PORT = 65535
 _CONNECT_SECONDS = 10.0
+_ANSWER_SECONDS = 20.0
+"""For Ray to say that it is there, which takes it 2 s. It gives up after 40."""
 _START_SECONDS = 300.0
 """For an actor to be placed, and to load its models."""
 _END_SECONDS = 30.0
@@ -47,30 +54,54 @@ def connected(address: str, actors: int) -> Iterator[None]:
     that this machine is part of; anything else the address of one. Raises InputError where there is none."""
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == "local":
-        options |= {"num_cpus": max(actors, os.cpu_count() or 1), "include_dashboard": False}
+        cores = os.cpu_count() or 1
+        if actors > _ACTORS_PER_CORE * cores:
+            raise InputError(
+                f"--ray local: {actors} actors are too many for the {cores} cores of this machine; give at most "
+                f"--actors {_ACTORS_PER_CORE * cores}, with more of --concurrency"
+            )
+        options |= {"num_cpus": max(actors, cores), "include_dashboard": False}
+    elif address != "auto":
+        _check_there(address)
     try:
-        if address not in ("local", "auto"):
-            _check_there(address)
         ray.init(address=address, **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise InputError(
-            f"--ray {address}: {reason:.200}; start a cluster with `ray start --head`, or give local"
-        ) from None
+    except (OSError, ValueError, RuntimeError, AuthenticationError) as error:
+        what, _, _ = " ".join(str(error).split()).partition(" Please specify")  # An option of Ray's own.
+        raise _nowhere(address, what[:200].rstrip(".")) from None
     try:
         yield
     finally:
         ray.shutdown()
 
 
+def _nowhere(address: str, reason: str) -> InputError:
+    return InputError(f"--ray {address}: {reason}; start a cluster with `ray start --head`, or give local")
+
+
 def _check_there(address: str) -> None:
-    """Ray itself tries for minutes, and ends the process then."""
+    """Raises InputError where no Ray cluster answers. Ray itself tries for minutes, and ends the process then."""
     if address.startswith("ray://"):
         raise InputError(f"--ray {address}: run this on a machine of the cluster, with auto")
     host, _, port = address.rpartition(":")
-    if not port.isdecimal():
-        raise ValueError("is not local, auto or HOST:PORT")
-    socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    if not port.isdecimal() or int(port) > _LAST_PORT:
+        raise _nowhere(address, "is not local, auto or HOST:PORT")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise _nowhere(address, error.strerror or str(error)) from None
+    # This is `ray status`. It waits for whatever else listens there, such as Ray's own dashboard.
+    ask = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
+    try:
+        answer = subprocess.run(ask, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise _nowhere(address, "what listens there does not answer as a Ray cluster does") from None
+    if "AuthenticationError" in answer.stderr:
+        raise InputError(
+            f"--ray {address}: the cluster asks for a token; set RAY_AUTH_MODE=token, with the cluster's token in "
+            "~/.ray/auth_token"
+        )
+    if answer.returncode:
+        raise _nowhere(address, answer.stderr.strip().rpartition("\n")[2])
 
 
 async def spread(

@@ -166,8 +166,13 @@ def rollout(
         ),
     ] = None,
     actors: Annotated[
-        int, typer.Option(min=1, help="With --ray: how many processes, each with --concurrency rollouts.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --ray: how many processes, each with --concurrency rollouts, and with its own models where they "
+            "are on no server; 2 by default.",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the interrupted run in --output.")] = False,
     as_json: Json = False,
 ) -> None:

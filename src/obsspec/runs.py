@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 """The policy, or the world model, that comes with the package."""
+ACTORS = 2
+"""How many a run on Ray has where nobody says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,8 @@ def find_models(plan: Plan) -> tuple[Plan, Servers]:
             remedy = f"add that to --predictor {plan.predictor}"
             raise InputError(f"--world-model {plan.world_model}: only language_model uses it; {remedy}")
         urls = tuple(plan.world_model.split(","))
+        if "" in urls:
+            raise InputError(f"--world-model {plan.world_model}: no URL before or after a comma; give URL,URL")
         common = _common_base(urls, plan.world_model_name)
         # Whoever has said where the tokenizer is need not say it twice.
         tokenizer = plan.tokenizer if base == common and plan.tokenizer else common
@@ -144,7 +148,7 @@ def find_models(plan: Plan) -> tuple[Plan, Servers]:
 
 def is_url(name: str) -> bool:
     """Whether a model, or a place for transitions, is named by the URL of a server."""
-    return name.startswith(("http://", "https://"))
+    return "://" in name
 
 
 def _common_base(urls: Sequence[str], name: str | None) -> str:
@@ -155,12 +159,14 @@ def _common_base(urls: Sequence[str], name: str | None) -> str:
     from obsspec.policies.http import Unreachable
 
     bases: dict[str, str] = {}
+    failures: list[str] = []
     for url in urls:
         try:
             bases[_ask(url, name, versioned=True).base] = url
-        except Unreachable:
-            if url == urls[-1] and not bases:
-                raise
+        except Unreachable as error:
+            failures.append(str(error))
+    if not bases:
+        raise InputError("; ".join(failures))
     if len(bases) > 1:
         what = ", ".join(f"{base} at {url}" for base, url in bases.items())
         raise InputError(f"--world-model {','.join(urls)}: these are different models, {what}; give servers of one")
@@ -192,11 +198,13 @@ class Means:
     """The store to which every executed command is added, or the URL of a co-training that takes them."""
     ray: str | None = None
     """The Ray cluster on which the rollouts run, as for `obsspec.actors.connected`; None is this process."""
-    actors: int = 2
-    """How many processes of the cluster."""
+    actors: int | None = None
+    """How many processes of the cluster; None is `ACTORS`. There are never more than rollouts."""
 
     def check(self) -> None:
         """Raises InputError for what does not go together."""
+        if self.ray is None and self.actors is not None:
+            raise InputError(f"--actors {self.actors}: these are processes of a Ray cluster; say which with --ray")
         if self.ray not in (None, "local") and self.transitions is not None and not is_url(self.transitions):
             raise InputError(
                 f"--transitions {self.transitions}: other machines of the cluster do not have this file; give the URL "
@@ -222,8 +230,11 @@ def run(plan: Plan, output: Path, resume: bool, means: Means, notes: Console) ->
     broken: list[Failure] = []
     with open_run(output, asdict(plan), resume) as directory, _kept(means) as gate:
         pending = [(task, seed) for task, seed in jobs if (task.id, seed) not in directory.done]
+        if not pending:
+            return []
         work = _Work(plan, servers, means, gate, tools)
-        place = work.here(notes) if means.ray is None else work.on_ray(means.ray, notes)
+        actors = min(means.actors or ACTORS, len(pending))
+        place = work.here(notes) if means.ray is None else work.on_ray(means.ray, actors, notes)
         with place as run_all, counting(notes, "rollouts", len(jobs), len(jobs) - len(pending)) as advance:
 
             def finished(result: Result) -> None:
@@ -267,16 +278,16 @@ class _Work:
             yield run_all
 
     @contextmanager
-    def on_ray(self, address: str, notes: Console) -> Iterator[RunAll]:
+    def on_ray(self, address: str, actors: int, notes: Console) -> Iterator[RunAll]:
         with ExitStack() as stack:
             with notes.status("starting Ray"):
                 with held_back():
                     from obsspec.actors import connected, spread
-                stack.enter_context(connected(address, self.means.actors))
+                stack.enter_context(connected(address, actors))
             work = self._wherever()
 
             async def run_all(jobs: list[tuple[Task, int]], finished: Callable[[Result], None]) -> None:
-                await spread(work.in_actor, jobs, self.means.actors, self.means.concurrency, finished)
+                await spread(work.in_actor, jobs, actors, self.means.concurrency, finished)
 
             yield run_all
 
