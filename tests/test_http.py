@@ -1,17 +1,19 @@
-"""The connections of a policy server's client."""
+"""What the clients of all servers share."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import anyio
 import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from http_server import Exchange, serve, until
-from obsspec.policies.http import Server
+from obsspec.policies.http import NotFound, Server
 from obsspec.types import PolicyError
 
 
@@ -96,3 +98,17 @@ async def test_a_request_that_waits_fails_when_the_connections_are_closed() -> N
     async with serve(refuse) as url, anyio.create_task_group() as group, Server(url) as server:
         group.start_soon(wait, server)
         await asked.wait()
+
+
+def test_of_an_error_page_only_its_number_is_said() -> None:
+    """As of whatever else listens there, such as a server of files or a proxy."""
+
+    async def main(url: str) -> None:
+        async with Server(url) as server:
+            with pytest.raises(NotFound, match=rf"^server {url}: 404 \(an HTML page\)$"):
+                await server.ask("GET", "/v1/models")
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as files:
+        Thread(target=files.serve_forever).start()
+        anyio.run(main, f"http://127.0.0.1:{files.server_port}")
+        files.shutdown()

@@ -91,7 +91,7 @@ async def test_what_will_not_pass_is_said_with_the_remedy(
             return str(error.value)
 
         message = await refused(404, {"detail": "Not Found"})
-        assert message.startswith(f"policy server {url}: 404 Not Found; start it with --enable-lora")
+        assert message.startswith(f"server {url}: 404 Not Found; start it with --enable-lora")
         assert ("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" in message) == (kind is VllmAdapters)
         assert "400 LoRA is off" in await refused(400, {"success": False, "error_message": "LoRA is off"})
         for why in ("LoRA is not enabled. Use --enable-lora", "LoRA rank 64 is greater than max_lora_rank 16"):

@@ -219,9 +219,9 @@ async def test_one_server_of_several_is_enough(
         settings = json.loads((tmp_path / "run" / "run.json").read_text())
         assert settings["world_model"] == str(tmp_path / "world-model")
 
-        with pytest.raises(InputError, match=rf"policy server {url}: no model 'other'"):
+        with pytest.raises(InputError, match=rf"server {url}: no model 'other'"):
             await carried_out(tmp_path / "other", policy_url, f"{gone},{url}", world_model_name="other")
-        with pytest.raises(InputError, match=rf"policy server {gone}: Connect call failed[^\n]*is this its URL\?$"):
+        with pytest.raises(InputError, match=rf"server {gone}: Connect call failed[^\n]*is this its URL\?$"):
             await carried_out(tmp_path / "other", policy_url, f"{gone},{gone}")
         options = ("--tasks", "generated:text/easy/0", "--output", str(tmp_path / "other"), "--policy", policy_url)
         options += ("--predictor", "language_model", "--world-model", f"{url},{policy_url}")
@@ -246,7 +246,7 @@ async def test_a_hung_server_holds_no_start_up(
     async with serve(policy) as policy_url, serve(world_model) as url, serve(hang) as hung:
         assert await carried_out(tmp_path / "run", policy_url, f"{hung},{url}", latency="0.3") == []
         assert [exact(line) for line in read_trajectories(tmp_path / "run")] == [[True, True, False, True]] * 2
-        with pytest.raises(InputError, match=rf"policy server {hung}: TimeoutError; is it running"):
+        with pytest.raises(InputError, match=rf"server {hung}: TimeoutError; is it running"):
             await carried_out(tmp_path / "other", policy_url, hung)
 
 

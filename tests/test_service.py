@@ -187,7 +187,7 @@ async def test_servers_take_a_version_one_after_the_other_and_wait_for_none_that
             tasks.start_soon(run_service, service, training, False, Console(file=said))
             await until(lambda: newest(first) >= 2 and newest(last) >= 2, 60)
             assert away.adapters == {}
-            assert f"not taken, trying again: policy server {urls[1]}: 503 Restarting" in said.getvalue()
+            assert f"not taken, trying again: server {urls[1]}: 503 Restarting" in said.getvalue()
             away.refusals = {}
             await until(lambda: newest(first) == newest(away) == newest(last) == training.figures.version, 60)
     assert most == 1
@@ -201,7 +201,7 @@ async def test_a_server_that_never_takes_a_version_is_known_before_training(base
         add(transitions, "first", ["file", "done"])
         async with serve(fakes[0]) as url, serve(fakes[1]) as other:
             service = Service(tmp_path, tmp_path / "model", 0.0, vllm=(url, other))
-            with pytest.raises(InputError, match=rf"policy server {other}: 404 Not Found; start it with"):
+            with pytest.raises(InputError, match=rf"server {other}: 404 Not Found; start it with"):
                 await run_service(service, training, False, QUIET)
         assert training.figures.steps == 0
 

@@ -268,7 +268,7 @@ async def test_failures() -> None:
         cut = entry | {"finish_reason": None, "output_token_logprobs": [(-0.375, plain.tokens[0], None)]}
         fake.answer = lambda exchange: events(exchange, {"meta_info": cut}, end=False)
         chunks: list[Chunk] = []
-        with pytest.raises(PolicyError, match="policy server http"):
+        with pytest.raises(PolicyError, match="server http"):
             await policy.generate(request(), chunks.append)
         assert [chunk.tokens for chunk in chunks] == [plain.tokens[:1]]
         fake.answer = None
@@ -287,7 +287,7 @@ async def test_connect() -> None:
         with pytest.raises(InputError, match=r"'<more>' is 300 here, .* there; load the tokenizer of the model"):
             async with SglangPolicy.connect(url, tokenizer=other):
                 pass
-    with pytest.raises(InputError, match=r"policy server http://127.*is it running, and is this its URL\?$"):
+    with pytest.raises(InputError, match=r"server http://127.*is it running, and is this its URL\?$"):
         async with SglangPolicy.connect(url):
             pass
 

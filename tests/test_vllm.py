@@ -358,9 +358,7 @@ async def test_ends(served: Served) -> None:
         assert CHAT.stop[0] in written.tokens[:-1] and written.finish == "length"
         with pytest.raises(ValueError, match="maximum context length is 4096 tokens"):
             await policy.generate(request(context=Context.of(given(LONGEST + 1))), lambda chunk: None)
-        with pytest.raises(
-            ValueError, match=r"^policy server http://127[^\n]*Token id 999 is out of vocabulary[^\n]*$"
-        ):
+        with pytest.raises(ValueError, match=r"^server http://127[^\n]*Token id 999 is out of vocabulary[^\n]*$"):
             await policy.generate(request(context=Context.of((999,))), lambda chunk: None)
 
 
@@ -480,13 +478,13 @@ async def test_connect(served: Served) -> None:
 
     async with VllmPolicy.connect(f"{served.url}/v1/", "alias", tokenizer(), max_context=LONGEST) as policy:
         assert (policy.model, policy.processed_logprobs) == ("alias", True)
-    assert await refused(model="other") == f"policy server {served.url}: no model 'other'; it serves alias, tiny"
+    assert await refused(model="other") == f"server {served.url}: no model 'other'; it serves alias, tiny"
     assert "--max-model-len 4097, or lower max_context" in await refused(max_context=LONGEST + 1)
     more = tokenizer()
     more.add_tokens(["<more>"], special_tokens=True)
     assert "'<more>' is 300 here" in await refused(tokenizer=more)
     unreachable = await refused(url="http://127.0.0.1:9")
-    assert unreachable.startswith("policy server http://127.0.0.1:9: Connect call failed")
+    assert unreachable.startswith("server http://127.0.0.1:9: Connect call failed")
     assert unreachable.endswith("; is it running, and is this its URL?")
     assert "give a URL like http://localhost:8000" in await refused(url="localhost:8000")
 
@@ -801,7 +799,7 @@ async def test_trouble_passes_without_a_token_lost_or_repeated() -> None:
         for answer in (half, refuse(429), refuse(503), refuse(500), silent):
             fake.answers = [answer]
             chunks: list[Chunk] = []
-            with pytest.raises(PolicyError, match=r"^policy server http://[^\n]*$"):
+            with pytest.raises(PolicyError, match=r"^server http://[^\n]*$"):
                 await policy.generate(request(**asked), chunks.append)
             before = tuple(token for chunk in chunks for token in chunk.tokens)
             assert before == ((100, 101, 102) if answer is half else ())
@@ -817,7 +815,7 @@ async def test_trouble_passes_without_a_token_lost_or_repeated() -> None:
         assert 2 <= anyio.current_time() - began < 10
 
         fake.answers = [refuse(422)]
-        with pytest.raises(ValueError, match=r"^policy server http://127[^\n]*: 422 Not now$"):
+        with pytest.raises(ValueError, match=r"^server http://127[^\n]*: 422 Not now$"):
             await policy.generate(request(**asked), lambda chunk: None)
     with pytest.raises(PolicyError, match="Connect call failed"):
         async with Server(url) as server:
@@ -854,7 +852,7 @@ async def test_silence_is_waited_out_while_the_server_is_there(monkeypatch: pyte
         policy = VllmPolicy(server, "fake")
         assert (await run(policy, asked)).tokens == (100, 101, 102)
         there = False
-        with pytest.raises(PolicyError, match=r"^policy server http://[^\n]*: 503 "):
+        with pytest.raises(PolicyError, match=r"^server http://[^\n]*: 503 "):
             await policy.generate(asked, lambda chunk: None)
 
 
@@ -970,7 +968,7 @@ async def test_runs_on_servers_that_cannot_be_used(tmp_path: Path) -> None:
 
         broken = True
         failures = await carried_out(max_turns=2, max_tokens=8)
-        assert [failure.error for failure in failures] == [f"ValueError: policy server {url}: 400 EngineDead"] * 2
+        assert [failure.error for failure in failures] == [f"ValueError: server {url}: 400 EngineDead"] * 2
         assert (tmp_path / "run" / "failures.jsonl").read_text().count("EngineDead") == 2
         broken = False
         assert await carried_out(max_turns=2, max_tokens=8) == []

@@ -40,7 +40,7 @@ class Unreachable(InputError):  # noqa: N818 -- as above
 
 
 class Server:
-    """A policy server, and as many connections to it as there are requests. An async context manager.
+    """A server of models, and as many connections to it as there are requests. An async context manager.
 
     What may pass raises PolicyError: a connection that is refused or breaks, a server that hangs, and the statuses 429
     and 5xx. A refusal that says ``Retry-After`` is waited out instead, however often it comes: a server that is paused
@@ -56,7 +56,7 @@ class Server:
             if yarl.URL(self.url).origin().scheme not in ("http", "https"):
                 raise ValueError("neither http nor https")
         except ValueError as error:
-            raise InputError(f"policy server {url}: {error}; give a URL like http://localhost:8000") from None
+            raise InputError(f"server {url}: {error}; give a URL like http://localhost:8000") from None
 
     async def __aenter__(self) -> Server:
         # A thousand streams at once: of the clients that we tried, this one takes the least for each.
@@ -148,9 +148,7 @@ class Server:
         except ValueError as error:
             raise InputError(f"{error}; check the URL, the model and the server's settings") from error
         except (LookupError, TypeError) as error:  # It gives JSON, of another shape.
-            raise InputError(
-                f"policy server {self.url}: not of the expected kind ({error!r}); check the URL"
-            ) from error
+            raise InputError(f"server {self.url}: not of the expected kind ({error!r}); check the URL") from error
 
     async def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, model: str | None = None) -> None:
         """Raises InputError unless the server reads text from all over the tokenizer's vocabulary as it does."""
@@ -163,7 +161,7 @@ class Server:
         if ours != theirs:
             place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)
             raise InputError(
-                f"policy server {self.url}: its tokenizer is not {tokenizer.name_or_path or 'the one given'}: "
+                f"server {self.url}: its tokenizer is not {tokenizer.name_or_path or 'the one given'}: "
                 f"{tokenizer.decode(ours[place])!r} is {ours[place]} here, {theirs[place]} there; "
                 "load the tokenizer of the model that is served"
             )
@@ -173,10 +171,10 @@ class Server:
         if reason == "stop":
             return "stop"
         if reason != "length":
-            raise PolicyError(f"policy server {self.url}: the generation broke off ({reason or 'no reason given'})")
+            raise PolicyError(f"server {self.url}: the generation broke off ({reason or 'no reason given'})")
         if sampled < request.max_tokens:
             raise ValueError(
-                f"policy server {self.url}: a generation was cut at {sampled} tokens where {request.max_tokens} were "
+                f"server {self.url}: a generation was cut at {sampled} tokens where {request.max_tokens} were "
                 "allowed; lower max_context to the length that the model is served with"
             )
         return "length"
@@ -186,7 +184,7 @@ class Server:
         try:
             while True:
                 if self._session.closed:  # While the request waited.
-                    raise PolicyError(f"policy server {self.url}: the connection has been closed")
+                    raise PolicyError(f"server {self.url}: the connection has been closed")
                 async with self._session.request(method, self.url + path, allow_redirects=False, **request) as response:
                     if response.status == 200:
                         yield response
@@ -199,10 +197,10 @@ class Server:
                     raise self._failure(response.status, content)
                 await anyio.sleep(max(1, int(seconds)))
         except aiohttp.ClientConnectorError as error:
-            raise PolicyError(f"policy server {self.url}: {error.os_error.strerror or error.os_error}") from error
+            raise PolicyError(f"server {self.url}: {error.os_error.strerror or error.os_error}") from error
         except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError, orjson.JSONDecodeError) as error:
             reason = " ".join(f"{type(error).__name__} {error}".split())
-            raise PolicyError(f"policy server {self.url}: {reason}") from error
+            raise PolicyError(f"server {self.url}: {reason}") from error
 
     def _event(self, content: bytes) -> Any:
         event = orjson.loads(content)
@@ -215,7 +213,7 @@ class Server:
         return PolicyError(message) if status == 429 or status >= 500 else ValueError(message)
 
     def _says(self, status: int, content: bytes) -> str:
-        return f"policy server {self.url}: {status} {_message(content)}"
+        return f"server {self.url}: {status} {_message(content)}"
 
 
 def _within(seconds: float | None) -> aiohttp.ClientTimeout:
@@ -243,4 +241,5 @@ def _message(content: bytes) -> str:
     else:
         for key in ("error", "message", "error_message", "detail"):
             text = text.get(key, text) if isinstance(text, dict) else text
-    return " ".join(str(text).split())[:500].rstrip(".")
+    line = " ".join(str(text).split())
+    return "(an HTML page)" if line.startswith("<") else line[:500].rstrip(".")

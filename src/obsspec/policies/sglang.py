@@ -85,7 +85,7 @@ class SglangPolicy:
             if end := meta["finish_reason"]:
                 reason = end["type"]
                 if reason == "abort" and 400 <= (end.get("status_code") or 0) < 500:
-                    raise ValueError(f"policy server {self._server.url}: {end['message']}")
+                    raise ValueError(f"server {self._server.url}: {end['message']}")
 
         # The server aborts whatever id begins with the one to abort, so all have the same length.
         rid = uuid4().hex

@@ -51,10 +51,10 @@ async def find_model(server: Server, name: str | None = None, versioned: bool = 
         cards = {card["id"]: card for card in (await server.ask("GET", "/v1/models"))["data"]}
         name = (newest(name, [*cards]) if versioned else name or next(iter(cards), None)) or ""
         if name not in cards:
-            raise InputError(f"policy server {server.url}: no model {name!r}; it serves {', '.join(sorted(cards))}")
+            raise InputError(f"server {server.url}: no model {name!r}; it serves {', '.join(sorted(cards))}")
         card = cards[name]
         if card.get("owned_by") == "sglang":
-            raise InputError(f"policy server {server.url}: is SGLang; use obsspec.policies.sglang, in Python")
+            raise InputError(f"server {server.url}: is SGLang; use obsspec.policies.sglang, in Python")
         weights, parent = card.get("root") or name, card.get("parent")
         of_base = cards.get(parent, {}) if parent else card
         longest = card.get("max_model_len") or of_base.get("max_model_len") or math.inf
@@ -102,7 +102,7 @@ class VllmPolicy:
             served = await find_model(server, model)
             if served.longest < max_context:
                 raise InputError(
-                    f"policy server {server.url}: {served.name} is served with contexts of {served.longest} tokens, "
+                    f"server {server.url}: {served.name} is served with contexts of {served.longest} tokens, "
                     f"not {max_context}; start it with --max-model-len {max_context}, or lower max_context"
                 )
             policy = cls(server, served.name)
@@ -126,7 +126,7 @@ class VllmPolicy:
             for choice in event["choices"]:
                 tokens = choice.get("token_ids")
                 if tokens is None:
-                    raise InputError(f"policy server {self._server.url}: sends no token ids; use vLLM 0.10.2 or newer")
+                    raise InputError(f"server {self._server.url}: sends no token ids; use vLLM 0.10.2 or newer")
                 if tokens:
                     sampled += len(tokens)
                     logprobs = choice["logprobs"]
@@ -145,7 +145,7 @@ class VllmPolicy:
         """Raises InputError where the server's log-probabilities would be of another distribution than its tokens."""
         if not self.processed_logprobs and (sampling.temperature not in (0, 1) or sampling.top_p < 1):
             raise InputError(
-                f"policy server {self._server.url}: its log-probabilities are not those of temperature "
+                f"server {self._server.url}: its log-probabilities are not those of temperature "
                 f"{sampling.temperature} and top_p {sampling.top_p}; start it with --logprobs-mode processed_logprobs"
             )
 

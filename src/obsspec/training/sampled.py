@@ -138,5 +138,5 @@ class SampledPolicy:
                     return await give()
             except PolicyError as error:
                 if time.monotonic() > until:
-                    raise InputError(f"policy server: {error}; start it again, and --resume goes on") from None
+                    raise InputError(f"{error}; start it again, and --resume goes on") from None
                 await anyio.sleep(_RETRY_SECONDS)
