@@ -126,7 +126,7 @@ def logged(source: Path) -> tuple[list[Step], Harness]:
 
 
 def stored(source: Path) -> list[Step]:
-    with Transitions.open(source) as store:
+    with Transitions.reading(source) as store:
         return [(each.query, each.observation) for each in store.after()]
 
 

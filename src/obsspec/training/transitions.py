@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import os
 import sqlite3
+import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -138,7 +139,8 @@ class _Stored:
 
 
 class Transitions:
-    """The store in one file. `Transitions.open` opens it. Safe to share between threads.
+    """The store in one file. `Transitions.open` opens it, and `Transitions.reading` what is only read. Safe to share
+    between threads.
 
     Every method raises InputError where the file cannot be read or written, or the disk is full; what was added before
     stays.
@@ -167,12 +169,34 @@ class Transitions:
             )
         with writing(path, "place"):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with _explained(path):  # Absolute, for SQLite takes some names, such as ``:memory:``, for something else.
-            database = sqlite3.connect(path.absolute(), _PATIENCE, isolation_level=None, check_same_thread=False)
-        with closing(database):
+            if path.is_dir():
+                raise InputError(f"{path}: a directory; give a file, such as {path / 'transitions.sqlite'}")
+            # SQLite would open what may only be read, and leave files beside it that nobody may write.
+            if path.exists() and not os.access(path, os.W_OK):
+                raise InputError(f"{path}: may only be read; choose a file that can be written")
+        with _connection(path, "rwc") as database:
             with _explained(path):
-                _prepare_patiently(database, path)
+                _patiently(database, partial(_prepare, database, path))
             yield cls(path, database, max_age_seconds, max_count)
+
+    @classmethod
+    @contextmanager
+    def reading(cls, path: Path) -> Iterator[Transitions]:
+        """The store that is in the file ``path``, to be read alone: nothing can be added to it.
+
+        Others may write it meanwhile. It may be in a place that cannot be written, and nothing is left there. Raises
+        InputError where there is no store, or it cannot be read.
+        """
+        before, mode = _changed_at(path), _reading_mode(path)
+        with _connection(path, mode) as database:
+            with _explained(path):
+                database.execute("PRAGMA query_only = ON")
+                _patiently(database, partial(_check, database, path))
+            try:
+                yield cls(path, database, math.inf, sys.maxsize)
+            finally:
+                if mode == _ALONE and _changed_at(path) != before:
+                    raise InputError(f"{path}: was written while it was read; read it again")
 
     def __len__(self) -> int:
         with self._transaction("DEFERRED"):
@@ -583,12 +607,54 @@ def _parquet(file: object) -> Any:
 # The database.
 
 
-def _prepare_patiently(database: sqlite3.Connection, path: Path) -> None:
+_ALONE = "ro&immutable=1"
+
+
+@contextmanager
+def _connection(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
+    """``mode``: as in the URIs of SQLite."""
+    where = f"{path.absolute().as_uri()}?mode={mode}"
+    with _explained(path):
+        database = sqlite3.connect(where, _PATIENCE, isolation_level=None, check_same_thread=False, uri=True)
+    with closing(database):
+        yield database
+
+
+def _reading_mode(path: Path) -> str:
+    """How to open a file that is only read, so that nothing is left beside it.
+
+    Whoever opens a store shares it by two more files, which the last one that may write removes. One who may not write
+    can use those of others. Where there are none, nobody has it open, and it can be read as it is.
+    """
+    real = path.resolve()
+    if os.access(real, os.W_OK) and os.access(real.parent, os.W_OK):
+        return "rw"
+    latest, shared = (Path(f"{real}{suffix}") for suffix in ("-wal", "-shm"))
+    if latest.exists() and shared.exists():
+        return "ro"
+    if latest.exists() and latest.stat().st_size > 0:
+        raise InputError(
+            f"{path}: what was added last is in {latest}, which can only be read where both can be written; copy both "
+            "to another directory and give that copy"
+        )
+    return _ALONE
+
+
+def _changed_at(path: Path) -> tuple[int, int, int]:
+    """Another value whenever the file has been written or replaced."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; give a store that rollouts have written to") from None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _patiently(database: sqlite3.Connection, prepare: Callable[[], None]) -> None:
     """SQLite itself waits for others almost always: not while one of them begins or ends to share the file."""
     until = time.monotonic() + _PATIENCE
     while True:
         try:
-            _prepare(database, path)
+            prepare()
             return
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
@@ -610,10 +676,14 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
             database.execute(f"PRAGMA application_id = {_APPLICATION}")
             database.execute(f"PRAGMA user_version = {_VERSION}")
         database.execute("COMMIT")
-    if _header(database) != (_APPLICATION, _VERSION):
-        raise InputError(f"{path}: a database of something else, or of another version; choose another file")
+    _check(database, path)
     if database.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
         raise InputError(f"{path}: its file system cannot be shared between processes; choose a file on a local disk")
+
+
+def _check(database: sqlite3.Connection, path: Path) -> None:
+    if _header(database) != (_APPLICATION, _VERSION):
+        raise InputError(f"{path}: a database of something else, or of another version; choose another file")
 
 
 def _header(database: sqlite3.Connection) -> tuple[int, int]:
@@ -651,4 +721,6 @@ def _explained(path: Path) -> Iterator[None]:
         raise
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # The rest of it says where in SQLite it was.
-        raise InputError(f"{path}: {error}; {_REMEDIES.get(code, 'choose a file that can be written')}") from None
+        raise InputError(
+            f"{path}: {error}; {_REMEDIES.get(code, 'choose a file that can be read and written')}"
+        ) from None

@@ -48,7 +48,7 @@ def read_rollouts(paths: Sequence[Path]) -> list[StoredRollout]:
         if not path.exists():
             raise InputError(f"{path}: no such file or directory; give a store of transitions, or logs")
         if path.is_file() and is_store(path):
-            with Transitions.open(path) as transitions:
+            with Transitions.reading(path) as transitions:
                 rollouts += transitions.for_training()
         elif path.is_file() and is_expert_runs(path):
             for run in read_runs(path):
