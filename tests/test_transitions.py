@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import sqlite3
@@ -625,6 +626,63 @@ def test_what_was_added_last_is_not_left_out_where_it_cannot_be_read(tmp_path: P
     path.chmod(0o444)
     assert f"what was added last is in {path}-wal" in printed(READING, path, prefix=unprivileged)
     assert not Path(f"{path}-shm").exists()
+
+
+READERS: dict[str, Callable[[Transitions], object]] = {
+    "after": lambda transitions: list(transitions.after()),
+    "of a history": lambda transitions: list(transitions.after(1)),
+    "for_training": lambda transitions: list(transitions.for_training()),
+    "rollout": lambda transitions: transitions.rollout("first"),
+    "add": lambda transitions: transitions.add(
+        "first",
+        Query("task", "Do task.", (Exchange("command 0", "a"), Exchange("command 1", "b")), "ls"),
+        Observation(""),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "column"),
+    [
+        ("UPDATE steps SET command = x'ff00'", "command: "),
+        ("UPDATE steps SET command = CAST('ls' AS BLOB)", "command: "),
+        ("UPDATE steps SET observation = x'ff00'", "observation: "),
+        ("UPDATE steps SET observation = CAST(x'ff' AS TEXT)", "observation: "),
+        ("UPDATE steps SET seconds = 'long'", "seconds: "),
+        ("UPDATE steps SET seconds = -1", "seconds: "),
+        ("UPDATE steps SET seconds = 9e999", "seconds: "),
+        ("UPDATE steps SET exit_code = 'bad'", "exit_code: "),
+        ("UPDATE steps SET timed_out = 7", "timed_out: "),
+        ("UPDATE steps SET created = 'today'", "created: "),
+        ("UPDATE steps SET digest = 'text'", "digest: "),
+        ("UPDATE rollouts SET task = x'ff'", "task: "),
+        ("UPDATE rollouts SET instruction = x'ff'", "instruction: "),
+        ("ALTER TABLE steps DROP COLUMN created", "no such column: created; not as it was made"),
+        ("DROP TABLE steps", "no such table: "),
+    ],
+)
+def test_what_was_put_into_it_by_hand_is_named(tmp_path: Path, change: str, column: str) -> None:
+    with store(tmp_path) as transitions:
+        add(transitions, "first", printing("a", "b"))
+    with closing(sqlite3.connect(tmp_path / "transitions.sqlite", isolation_level=None)) as database:
+        database.execute(change)
+    with store(tmp_path) as transitions:
+        for reader in READERS.values():
+            with pytest.raises(InputError) as raised:
+                reader(transitions)
+            message = str(raised.value)
+            assert re.match(rf"{tmp_path}/transitions\.sqlite(, row [12] of steps)?: {column}", message), message
+            assert "\n" not in message
+
+
+@pytest.mark.parametrize("change", ["UPDATE size SET steps = 'many'", "DELETE FROM size", "DROP TABLE size"])
+def test_a_size_that_is_none_is_named(tmp_path: Path, change: str) -> None:
+    with store(tmp_path) as transitions:
+        add(transitions, "first", printing("a"))
+        with closing(sqlite3.connect(tmp_path / "transitions.sqlite", isolation_level=None)) as database:
+            database.execute(change)
+        with pytest.raises(InputError, match=r"transitions\.sqlite(: no such table|, the row of size): "):
+            len(transitions)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"a shopping list, and a long one at that" * 50])

@@ -12,9 +12,9 @@ import os
 import sqlite3
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial, reduce
 from hashlib import blake2b
 from itertools import islice
@@ -75,12 +75,12 @@ CREATE TRIGGER added AFTER INSERT ON steps BEGIN UPDATE size SET steps = steps +
 CREATE TRIGGER dropped AFTER DELETE ON steps BEGIN UPDATE size SET steps = steps - 1; END;
 """
 
-_SELECT = """
-SELECT steps.id, digest, key, place, task, instruction, command, observation, seconds, exit_code, timed_out, created
-FROM steps JOIN rollouts ON rollouts.id = steps.rollout
-"""
-_SELECT_ROLLOUT = """
-SELECT task, instruction, command, observation, seconds, NOT EXISTS (
+_COLUMNS = (
+    "steps.id, digest, key, place, task, instruction, command, observation, seconds, exit_code, timed_out, created"
+)
+_SELECT = f"SELECT {_COLUMNS} FROM steps JOIN rollouts ON rollouts.id = steps.rollout"
+_SELECT_ROLLOUT = f"""
+SELECT {_COLUMNS}, NOT EXISTS (
     SELECT 1 FROM steps AS later WHERE later.digest = steps.digest AND later.id > steps.id AND later.id <= ?
 )
 FROM steps JOIN rollouts ON rollouts.id = steps.rollout WHERE key = ? AND steps.id <= ? ORDER BY place
@@ -115,16 +115,20 @@ class StoredRollout:
     """False where a later transition has the same task, history, command and observed text: learn that one."""
 
 
+_Text = Annotated[str, Field(strict=True, min_length=0)]
+"""Strict: no blob. With a length, whatever it is: else text that is no Unicode passes."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Line:
     """A transition as it is stored and exported: its history is the lines of the same rollout with lower places."""
 
-    rollout: str
+    rollout: _Text
     place: Annotated[int, Field(ge=0, lt=2**63)]
-    task: str
-    instruction: str
-    command: str
-    observation: str
+    task: _Text
+    instruction: _Text
+    command: _Text
+    observation: _Text
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     exit_code: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None
     timed_out: bool
@@ -237,7 +241,7 @@ class Transitions:
         while True:
             with self._transaction("DEFERRED"):  # One view of the file, so that histories are whole.
                 rows = self._database.execute(query, (id,)).fetchall()
-                batch = [self._transition(_stored(row)) for row in rows]
+                batch = [self._transition(self._stored(row)) for row in rows]
             if not batch:
                 return
             yield from batch
@@ -259,9 +263,14 @@ class Transitions:
             rows = self._database.execute(_SELECT_ROLLOUT, (until, key, until)).fetchall()
         if not rows:
             return None
-        tasks, instructions, commands, observations, seconds, fresh = zip(*rows, strict=True)
-        exchanges = tuple(map(Exchange, commands, observations))
-        return StoredRollout(tasks[0], instructions[0], exchanges, seconds, tuple(map(bool, fresh)))
+        lines = [self._stored(columns).line for *columns, _ in rows]
+        return StoredRollout(
+            lines[0].task,
+            lines[0].instruction,
+            tuple(Exchange(line.command, line.observation) for line in lines),
+            tuple(line.seconds for line in lines),
+            tuple(bool(fresh) for *_, fresh in rows),
+        )
 
     def news(self, id: int, most: int = 1000) -> tuple[int, dict[str, int]]:
         """What was added after the transition with this id, at most so many: the id of the last of it, and for each
@@ -370,11 +379,30 @@ class Transitions:
         return int(self._database.execute("SELECT coalesce(max(id), 0) FROM steps").fetchone()[0])
 
     def _count(self) -> int:
-        return int(self._database.execute("SELECT steps FROM size").fetchone()[0])
+        sizes = self._database.execute("SELECT steps FROM size").fetchall()
+        match sizes:
+            case [(int(count),)]:
+                return count
+        raise InputError(f"{self._path}, the row of size: steps: not a number, as it was made; choose another file")
 
     def _find(self, rollout: str, place: int) -> _Stored | None:
         row = self._database.execute(f"{_SELECT} WHERE key = ? AND place = ?", (rollout, place)).fetchone()
-        return None if row is None else _stored(row)
+        return None if row is None else self._stored(row)
+
+    def _stored(self, row: Sequence[Any]) -> _Stored:
+        """Raises InputError where somebody has put into the file what never was added."""
+        number, digest, *values = row
+        try:
+            line = _ADAPTER.validate_python(dict(zip(_Line.__slots__, values, strict=True)))
+            wrong = None if isinstance(digest, bytes) else "digest: Input should be a blob"
+        except ValidationError as error:
+            wrong = wrong_field(error, "the row")
+        if wrong is not None:
+            raise InputError(
+                f"{self._path}, row {number} of steps: {wrong}; not what rollouts added: remove its rollout, or choose "
+                "another file"
+            )
+        return _Stored(number, digest, line)
 
     def _append(self, line: _Line) -> bool:
         """Inserts it behind the step before it; False where that is missing, or of another task."""
@@ -418,15 +446,12 @@ class Transitions:
 
     def _transition(self, stored: _Stored) -> Transition:
         line = stored.line
-        history = self._database.execute(
-            "SELECT command, observation FROM steps JOIN rollouts ON rollouts.id = steps.rollout "
-            "WHERE key = ? AND place < ? ORDER BY place",
-            (line.rollout, line.place),
-        )
-        exchanges = tuple(Exchange(command, observation) for command, observation in history)
-        query = Query(line.task, line.instruction, exchanges, line.command)
+        query = f"{_SELECT} WHERE key = ? AND place < ? ORDER BY place"
+        history = [self._stored(row).line for row in self._database.execute(query, (line.rollout, line.place))]
+        exchanges = tuple(Exchange(earlier.command, earlier.observation) for earlier in history)
         observation = Observation(line.observation, line.seconds, line.exit_code, line.timed_out)
-        return Transition(stored.id, line.rollout, query, observation, line.created)
+        asked = Query(line.task, line.instruction, exchanges, line.command)
+        return Transition(stored.id, line.rollout, asked, observation, line.created)
 
     @contextmanager
     def _transaction(self, kind: Literal["IMMEDIATE", "DEFERRED"]) -> Iterator[None]:
@@ -528,12 +553,6 @@ def _line(rollout: str, query: Query, observation: Observation, created: float) 
     )
 
 
-def _stored(row: tuple[Any, ...]) -> _Stored:
-    number, digest, *values = row
-    line = _Line(*values)
-    return _Stored(number, digest, replace(line, timed_out=bool(line.timed_out)))
-
-
 def _same_rollout(first: _Line, second: _Line) -> bool:
     return (first.task, first.instruction) == (second.task, second.instruction)
 
@@ -616,6 +635,8 @@ def _connection(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
     where = f"{path.absolute().as_uri()}?mode={mode}"
     with _explained(path):
         database = sqlite3.connect(where, _PATIENCE, isolation_level=None, check_same_thread=False, uri=True)
+    # What is no UTF-8 is told by `Transitions._stored`, which knows where it is.
+    database.text_factory = lambda content: content.decode(errors="surrogateescape")
     with closing(database):
         yield database
 
@@ -704,6 +725,7 @@ def _statements() -> Iterator[str]:
 
 
 _REMEDIES = {
+    sqlite3.SQLITE_ERROR: "not as it was made: choose another file",
     sqlite3.SQLITE_NOTADB: "choose another file",
     sqlite3.SQLITE_CORRUPT: "choose another file",
     sqlite3.SQLITE_BUSY: f"another process has been writing it for {_PATIENCE:.0f} s: wait for it",
