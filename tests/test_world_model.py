@@ -19,6 +19,7 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
+from obsspec.analysis.formats import read_log
 from obsspec.errors import InputError
 from obsspec.loading import training_start
 from obsspec.training.trajectories import ExpertRun
@@ -131,6 +132,28 @@ def test_it_learns_from_rollouts_and_experts_together(store: Path, tmp_path: Pat
     experts.write_text(experts.read_text() + '{"task": "names/easy/2"}\n')
     with pytest.raises(InputError, match=r"expert-runs\.jsonl, line 2"):
         read_rollouts([experts])
+
+
+def test_lines_of_logs_that_cannot_be_read_are_said(base: str, tmp_path: Path) -> None:
+    good = '{"task": "a", "command": "make", "output": "all is made"}'
+    for name in ("one.jsonl", "two.jsonl"):
+        (tmp_path / name).write_text(f'{good}\n{{"command": "ls", "output": null}}\n{good}\n')
+    data = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for command in (["train", "--output", tmp_path / "trained", "--hold-out", "0", "--tokens", "200"], ["evaluate"]):
+        finished = world_model(*command, *data, "--world-model", base)
+        assert finished.returncode == 0, finished.stderr
+        sentence = f"2 could not be read, the first: {data[0]}, line 2: command and output must be text"
+        assert finished.stderr.splitlines().count(sentence) == 1
+
+
+def test_a_store_is_told_from_a_log(store: Path) -> None:
+    for name in (store, store.parent):
+        with pytest.raises(InputError, match=f"{store}: a store of transitions, which is no log; give the file itself"):
+            read_log(name)
+    with pytest.raises(InputError, match=f"{store}: a store of transitions, which is no log; give the file itself"):
+        read_rollouts([store.parent])
+    (store.parent / "log.jsonl").write_text('{"command": "make", "output": "all is made"}\n')
+    assert read_log(store.parent).steps == 1
 
 
 @pytest.mark.parametrize(

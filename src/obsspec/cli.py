@@ -481,7 +481,7 @@ def world_model_train(
 
         torch.set_num_threads(threads)
         recipe = Recipe(tokens, rows_per_step, learning_rate, None if full else rank, precision=precision, seed=seed)
-        rollouts = [each for each in read_rollouts(data) if not held_out(each.task, hold_out)]
+        rollouts = [each for each in read_rollouts(data, notes) if not held_out(each.task, hold_out)]
         if not rollouts:
             raise InputError(f"--hold-out {hold_out}: leaves no task to train on; lower it")
         base, adapter = training_start(world_model, directory)
@@ -512,7 +512,7 @@ def world_model_evaluate(
             from obsspec.training.world_model import evaluate, held_out, read_rollouts, tallies_table, together
 
         torch.set_num_threads(threads)
-        rollouts = [each for each in read_rollouts(data) if held_out(each.task, hold_out)]
+        rollouts = [each for each in read_rollouts(data, notes) if held_out(each.task, hold_out)]
         if not rollouts:
             raise InputError(f"--hold-out {hold_out}: leaves no task to score on; raise it")
         model, tokenizer = load_model(*base_and_adapter(world_model, "world_model"))

@@ -17,7 +17,7 @@ from plotly.graph_objects import Bar, Figure, Waterfall
 from rich.console import ConsoleRenderable
 from rich.table import Table
 
-from obsspec.analysis.formats import Log
+from obsspec.analysis.formats import Log, said_of
 from obsspec.analysis.prediction import Prediction
 from obsspec.analysis.savings import Losses, Savings, Times, advice
 from obsspec.errors import writing
@@ -136,8 +136,7 @@ def head(analysis: Analysis) -> Iterator[str]:
     tasks = len({rollout.task for rollout in log.rollouts})
     formats = ", ".join(f"{count} in {name}" for name, count in log.formats.items())
     yield f"Steps: {log.steps}, rollouts: {len(log.rollouts)} ({formats}), tasks: {tasks}."
-    if log.skipped:
-        yield f"{len(log.skipped)} could not be read, the first: {log.skipped[0]}"
+    yield from said_of(log.skipped)
     for part, what in (("seconds", "tool"), ("generation_seconds", "generation")):
         if missing := analysis.without(part):
             yield (

@@ -626,6 +626,12 @@ def _parquet(file: object) -> Any:
 # The database.
 
 
+def is_store(path: Path) -> bool:
+    """Whether a file is an SQLite database, as stores of transitions are."""
+    with path.open("rb") as stream:
+        return stream.read(16) == b"SQLite format 3\0"
+
+
 _ALONE = "ro&immutable=1"
 
 
