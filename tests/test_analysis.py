@@ -723,6 +723,40 @@ def test_what_the_command_cannot_use_is_one_line(tmp_path: Path, arguments: list
     assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.parametrize("name", ["analysis.json", "analysis.html", "steps.parquet"])
+@pytest.mark.parametrize("obstacle", ["directory", "may not be written"])
+def test_an_output_that_cannot_be_written_is_known_before_the_work(
+    tmp_path: Path, unprivileged: list[str], name: str, obstacle: str
+) -> None:
+    (tmp_path / "log.jsonl").write_text(lines(STEPS))
+    place = tmp_path / "out" / name
+    if obstacle == "directory":
+        place.mkdir(parents=True)
+    else:
+        place.parent.mkdir()
+        place.touch(0o444)
+    refused_before_the_work(
+        tmp_path, unprivileged, rf": {name}: (Is a directory|Permission denied); choose a directory"
+    )
+    assert list(place.parent.iterdir()) == [place]
+
+
+def test_an_output_directory_that_cannot_be_written_is_known_before_the_work(
+    tmp_path: Path, unprivileged: list[str]
+) -> None:
+    (tmp_path / "log.jsonl").write_text(lines(STEPS))
+    (tmp_path / "out").mkdir(0o555)
+    refused_before_the_work(tmp_path, unprivileged, ": Permission denied; choose a directory")
+
+
+def refused_before_the_work(root: Path, prefix: list[str], reason: str) -> None:
+    command = [*prefix, *OBSSPEC, "analyze", str(root / "log.jsonl"), "--output", str(root / "out")]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 2
+    (line,) = finished.stderr.splitlines()  # The work says how far it has come.
+    assert re.match(rf"obsspec: --output {root / 'out'}{reason}", line), line
+
+
 def test_the_page_needs_no_network(tmp_path: Path) -> None:
     write(analysed(logged(silent(3, 1.0, 1.0))), tmp_path)
     page = (tmp_path / "analysis.html").read_text()

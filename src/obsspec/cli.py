@@ -684,15 +684,14 @@ def analyze(
     """
     from obsspec.analysis.formats import read_log
     from obsspec.analysis.prediction import predict, predictors
-    from obsspec.analysis.report import Analysis, figures, tables, write
+    from obsspec.analysis.report import Analysis, check_writable, figures, tables, write
     from obsspec.analysis.savings import POINTS, Source, simulate
     from obsspec.analysis.savings import times as times_of
     from obsspec.reports.tables import counting
 
     source = Source.of(times)
     if directory is not None:
-        with writing(f"--output {directory}", "directory"):  # Better known before the work.
-            directory.mkdir(parents=True, exist_ok=True)
+        check_writable(directory)  # Better known before the work.
     with _interruptible("nothing was written"):
         log = read_log(*logs)
         asked = predictors(log)
