@@ -33,8 +33,8 @@ from obsspec.policies.networks import load_network
 from obsspec.predictors import SANDBOX, Cascade, LanguageModel, Memory, Rules
 from obsspec.predictors.harness import Harness
 from obsspec.reports.tables import counting, share
-from obsspec.training.transitions import Transitions
-from obsspec.training.world_model import held_out, is_store
+from obsspec.training.transitions import Transitions, is_store
+from obsspec.training.world_model import held_out
 from obsspec.types import Draft, Exchange, Observation, Predictor, Query
 from predictors import executed
 
@@ -126,7 +126,7 @@ def logged(source: Path) -> tuple[list[Step], Harness]:
 
 
 def stored(source: Path) -> list[Step]:
-    with Transitions.open(source) as store:
+    with Transitions.reading(source) as store:
         return [(each.query, each.observation) for each in store.after()]
 
 

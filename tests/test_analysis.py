@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from obsspec.analysis.formats import Log, LoggedRollout, LoggedStep, read_log
 from obsspec.analysis.prediction import predict, predictors
 from obsspec.analysis.report import Analysis, figures, write
 from obsspec.analysis.savings import POINTS, Savings, Source, advice, simulate, times
-from test_cli import obsspec
+from test_cli import OBSSPEC, obsspec
 
 COMMAND, OUTPUT = "cat notes", "three\nlines\nhere"
 
@@ -444,7 +445,12 @@ def test_a_bad_line_is_named_and_costs_only_itself(tmp_path: Path) -> None:
         "{not json",
         "[1]",
         '{"other": 1}',
+        '{"command": "ls"}',
         '{"command": "ls", "output": 3}',
+        '{"command": "ls", "output": null}',
+        '{"command": null, "output": ""}',
+        '{"command": "", "output": ""}',
+        '{"command": " ", "observation": ""}',
         '{"command": "ls", "output": "", "seconds": -1}',
         '{"trajectory": [{"action": 1}]}',
         '{"messages": [7]}',
@@ -460,7 +466,7 @@ def test_a_bad_line_is_named_and_costs_only_itself(tmp_path: Path) -> None:
     assert log.steps == 2
     assert len(log.skipped) == len(bad)
     named = {re.split(r":|, message", line)[0] for line in log.skipped}
-    assert named == {f"{file}, line {number}" for number in range(2, 15)}
+    assert named == {f"{file}, line {number}" for number in range(2, 2 + len(bad))}
 
 
 DEEP = "[" * 5000
@@ -503,6 +509,55 @@ def test_other_files_in_a_directory_are_no_fault(tmp_path: Path) -> None:
     assert read_log(tmp_path).skipped == []
 
 
+def test_a_line_that_is_no_utf8_is_named_and_costs_only_itself(tmp_path: Path) -> None:
+    """What is escaped, or was replaced by those who wrote it, is none of these."""
+    printed = ["caf\xe9", "\\u00e9 \\udfff \\u0000", "\ufffd"]
+    rows = [f'{{"task": "a", "command": "cat", "output": "{text}"}}' for text in printed]
+    content = "".join(f"{row}\n" for row in rows).encode()
+    (tmp_path / "log.jsonl").write_bytes(content + rows[0].encode("latin-1") + b"\n" + content)
+    (tmp_path / "pretty.json").write_bytes(json.dumps(OPENAI, ensure_ascii=False, indent=1).encode() + b"\xe9")
+    log = read_log(tmp_path)
+    assert [step.observation for rollout in log.rollouts for step in rollout.steps] == [
+        "caf\xe9",
+        "\xe9 ? \0",
+        "\ufffd",
+    ] * 2
+    last = len(json.dumps(OPENAI, indent=1).splitlines())
+    assert log.skipped == [
+        f"{tmp_path}/log.jsonl, line 4: not UTF-8",
+        f"{tmp_path}/pretty.json, line {last}: not UTF-8",
+    ]
+
+
+def test_a_document_that_is_no_utf8_is_named_once(tmp_path: Path) -> None:
+    chat = json.dumps({"messages": [*OPENAI, *[{"role": "user", "content": "\xe9"}] * 3]}, ensure_ascii=False, indent=1)
+    (tmp_path / "a.json").write_bytes(chat.encode("latin-1"))
+    (tmp_path / "b.jsonl").write_text(lines(STEPS))
+    log = read_log(tmp_path)
+    assert log.steps == 2
+    (line,) = log.skipped
+    assert re.fullmatch(rf"{tmp_path}/a\.json, line \d+: not UTF-8", line)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_a_directory_that_cannot_be_read_is_named(tmp_path: Path, unprivileged: list[str], mode: int) -> None:
+    (tmp_path / "log.jsonl").write_text(lines(STEPS))
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    (closed / "log.jsonl").write_text(lines(STEPS))
+    closed.chmod(mode)
+    try:
+        command = [*unprivileged, *OBSSPEC, "analyze", str(tmp_path), "--json"]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        closed.chmod(0o755)
+    assert finished.returncode == 0, finished.stderr
+    figures = json.loads(finished.stdout)
+    assert figures["steps"] == 2
+    (line,) = figures["skipped"]
+    assert line == f"{closed if mode == 0 else closed / 'log.jsonl'}: Permission denied"
+
+
 def test_a_file_that_is_cut_short_costs_only_itself(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines(STEPS))
     packed = gzip.compress(lines(STEPS * 100).encode())
@@ -518,7 +573,10 @@ def test_a_file_that_is_cut_short_costs_only_itself(tmp_path: Path) -> None:
     [
         (None, "no such file or directory"),
         (b"", "no step of any agent"),
-        (b"\x00\xff", "line 1: not a JSON object"),
+        (b"\x00\x7f", "line 1: not a JSON object"),
+        (b"\x00\xff", "line 1: not UTF-8"),
+        ('{"messages":\n["\xe9"]}'.encode("latin-1"), "line 2: not UTF-8"),
+        ("\ufeff{}".encode("utf-16-le")[:-1], "truncated data; give a log that can be read"),
         (b"\x1f\x8bnot gzip", "give a log"),
         (b'{"messages": []}', "no step of any agent"),
         (b'{"a": 1}', "neither messages nor command and output"),
@@ -663,6 +721,40 @@ def test_what_the_command_cannot_use_is_one_line(tmp_path: Path, arguments: list
     assert finished.returncode == 2
     assert complaint in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("name", ["analysis.json", "analysis.html", "steps.parquet"])
+@pytest.mark.parametrize("obstacle", ["directory", "may not be written"])
+def test_an_output_that_cannot_be_written_is_known_before_the_work(
+    tmp_path: Path, unprivileged: list[str], name: str, obstacle: str
+) -> None:
+    (tmp_path / "log.jsonl").write_text(lines(STEPS))
+    place = tmp_path / "out" / name
+    if obstacle == "directory":
+        place.mkdir(parents=True)
+    else:
+        place.parent.mkdir()
+        place.touch(0o444)
+    refused_before_the_work(
+        tmp_path, unprivileged, rf": {name}: (Is a directory|Permission denied); choose a directory"
+    )
+    assert list(place.parent.iterdir()) == [place]
+
+
+def test_an_output_directory_that_cannot_be_written_is_known_before_the_work(
+    tmp_path: Path, unprivileged: list[str]
+) -> None:
+    (tmp_path / "log.jsonl").write_text(lines(STEPS))
+    (tmp_path / "out").mkdir(0o555)
+    refused_before_the_work(tmp_path, unprivileged, ": Permission denied; choose a directory")
+
+
+def refused_before_the_work(root: Path, prefix: list[str], reason: str) -> None:
+    command = [*prefix, *OBSSPEC, "analyze", str(root / "log.jsonl"), "--output", str(root / "out")]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 2
+    (line,) = finished.stderr.splitlines()  # The work says how far it has come.
+    assert re.match(rf"obsspec: --output {root / 'out'}{reason}", line), line
 
 
 def test_the_page_needs_no_network(tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def test_adapters_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "has none" in one_line(lambda: adapter_directory("builtin:policy"))
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "adapter_config.json").write_text("{}")
+    assert "no weights (adapter_model.safetensors) there" in one_line(lambda: adapter_directory(tmp_path / "policy"))
+    (tmp_path / "policy" / "adapter_model.safetensors").touch()
     assert adapter_directory("builtin:policy") == tmp_path / "policy"
     assert "builtin:policy" in one_line(lambda: adapter_directory("builtin:world"))
 

@@ -99,7 +99,19 @@ def test_where_no_service_is(tmp_path: Path) -> None:
         PostedTransitions.open("http://127.0.0.1:9"),
     ):
         pass
-    for nowhere in ("nowhere", "8100", ":8100", "127.0.0.1:70000", "127.0.0.1:x"):
+    for url in ("http://", "https://", "http:///x", "http://h:abc", "http://h:99999"):
+        message = f"--transitions {url}: .*; give the URL of an `obsspec world-model serve --listen`"
+        with pytest.raises(InputError, match=message), PostedTransitions.open(url):
+            pass
+    for nowhere in (
+        "nowhere",
+        "8100",
+        ":8100",
+        "127.0.0.1:70000",
+        "127.0.0.1:x",
+        "nowhere.invalid:80",
+        f"{'x' * 99}:1",
+    ):
         with pytest.raises(InputError, match=rf"--listen {nowhere}: .*give HOST:PORT"):
             bind(nowhere)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import resource
 import signal
 import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,12 +58,12 @@ def without_ids(transitions: Transitions) -> list[Transition]:
     return [replace(each, id=0) for each in transitions.after()]
 
 
-def start(program: str, *arguments: object) -> subprocess.Popen[str]:
+def start(program: str, *arguments: object, prefix: Sequence[str] = ()) -> subprocess.Popen[str]:
     """A process of its own that runs ``program`` after the imports, and does not outlive the test by much."""
     imports = "import sys\nfrom pathlib import Path\nfrom obsspec.training.transitions import *\n"
-    imports += "from obsspec.types import Exchange, Observation, Query\n"
+    imports += "from obsspec.errors import InputError\nfrom obsspec.types import Exchange, Observation, Query\n"
     return subprocess.Popen(
-        [sys.executable, "-c", imports + program, *map(str, arguments)],
+        [*prefix, sys.executable, "-c", imports + program, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -445,7 +445,7 @@ def test_what_is_something_else_stays_as_it_is(tmp_path: Path) -> None:
     for name, message in (
         ("text", "file is not a database; choose another file"),
         ("database", "a database of something else"),
-        ("directory", "unable to open database file; choose a file that can be written"),
+        ("directory", r"directory: a directory; give a file, such as .*/directory/transitions\.sqlite"),
         ("text/below", "File exists; choose a place that can be written"),
     ):
         before = (tmp_path / name).read_bytes() if (tmp_path / name).is_file() else b""
@@ -501,11 +501,199 @@ def test_a_full_disk_is_one_line_and_what_was_added_stays(tmp_path: Path) -> Non
         add(transitions, "next", printing("a"))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_file_that_may_not_be_written_is_one_line(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(InputError, match="choose a file that can be written"), store(tmp_path):
+OPENING = """
+try:
+    with Transitions.open(Path(sys.argv[1])):
         pass
+except InputError as error:
+    print(error)
+"""
+
+
+def printed(program: str, *arguments: object, prefix: Sequence[str]) -> str:
+    child = start(program, *arguments, prefix=prefix)
+    stdout, stderr = child.communicate(timeout=60)
+    assert child.returncode == 0, stderr
+    return stdout
+
+
+@pytest.mark.parametrize(("file", "directory"), [(None, 0o500), (0o444, 0o700), (0o444, 0o500)])
+def test_a_file_that_may_not_be_written_is_one_line(
+    tmp_path: Path, unprivileged: list[str], file: int | None, directory: int
+) -> None:
+    """And SQLite's own files, with these permissions, are not left to those who may."""
+    path = tmp_path / "in" / "transitions.sqlite"
+    path.parent.mkdir()
+    if file is not None:
+        with Transitions.open(path):
+            pass
+        path.chmod(file)
+    path.parent.chmod(directory)
+    try:
+        before = list(path.parent.iterdir())
+        (line,) = printed(OPENING, path, prefix=unprivileged).splitlines()
+        assert line.startswith(f"{path}: ") and "written" in line
+        assert list(path.parent.iterdir()) == before
+    finally:
+        path.parent.chmod(0o700)
+
+
+READING = """
+try:
+    with Transitions.reading(Path(sys.argv[1])) as transitions:
+        rollouts = list(transitions.for_training())
+        print(len(rollouts), len(transitions), len(list(transitions.after())))
+        transitions.add("more", Query("task", "", (), "ls"), Observation(""))
+except InputError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("file", [0o644, 0o444])
+@pytest.mark.parametrize("directory", [0o755, 0o555])
+@pytest.mark.parametrize("others", ["none", "write", "wrote and were killed"])
+def test_reading_needs_no_permission_to_write_and_leaves_nothing(
+    tmp_path: Path, unprivileged: list[str], file: int, directory: int, others: str
+) -> None:
+    path, link = tmp_path / "in" / "transitions.sqlite", tmp_path / "link"
+    link.symlink_to(path)
+    with ExitStack() as writing:
+        if others == "none":
+            with Transitions.open(path) as transitions:
+                add(transitions, "first", printing("a", "b"))
+        elif others == "write":
+            transitions = writing.enter_context(Transitions.open(path))
+            add(transitions, "first", printing("a", "b"))
+        else:
+            with start(ENDLESS, path) as child:
+                assert child.stdout is not None
+                assert [child.stdout.readline() for _ in "ab"] == ["1\n", "2\n"]
+                child.kill()
+        for each in path.parent.iterdir():
+            each.chmod(file)
+        path.parent.chmod(directory)
+        try:
+            before = {each.name: each.stat().st_mode for each in path.parent.iterdir()}
+            counted, refused = printed(READING, link, prefix=unprivileged).splitlines()
+            rollouts, count, single = map(int, counted.split())
+            assert (rollouts, count) == (1, single)
+            assert count == 2 or (others == "wrote and were killed" and count > 2)
+            assert "attempt to write a readonly database" in refused
+            after = {each.name: each.stat().st_mode for each in path.parent.iterdir()}
+            # Whoever may write tidies up after those who were killed.
+            assert after == before or (others == "wrote and were killed" and list(after) == [path.name])
+        finally:
+            path.parent.chmod(0o755)
+        for each in path.parent.iterdir():
+            each.chmod(0o644)
+        with Transitions.open(path) as transitions:
+            add(transitions, "second", printing("c"))
+            assert len(transitions) == count + 1
+
+
+def test_a_reader_that_cannot_share_the_file_notices_a_writer(tmp_path: Path, unprivileged: list[str]) -> None:
+    program = """
+try:
+    with Transitions.reading(Path(sys.argv[1])) as transitions:
+        print(len(transitions), flush=True)
+        sys.stdin.readline()
+except InputError as error:
+    print(error)
+"""
+    path = tmp_path / "in" / "transitions.sqlite"
+    with Transitions.open(path) as transitions:
+        add(transitions, "first", printing("a"))
+    path.chmod(0o444)
+    with start(program, path, prefix=unprivileged) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "1\n"
+        path.chmod(0o644)
+        with Transitions.open(path) as transitions:
+            add(transitions, "second", printing("b"))
+        stdout, stderr = child.communicate("\n", timeout=60)
+    assert child.returncode == 0, stderr
+    assert stdout == f"{path}: was written while it was read; read it again\n"
+
+
+def test_what_was_added_last_is_not_left_out_where_it_cannot_be_read(tmp_path: Path, unprivileged: list[str]) -> None:
+    """As where a store was copied while it was open, without one of its files."""
+    path = tmp_path / "in" / "transitions.sqlite"
+    with start(ENDLESS, path) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "1\n"
+        child.kill()
+    Path(f"{path}-shm").unlink()
+    path.chmod(0o444)
+    assert f"what was added last is in {path}-wal" in printed(READING, path, prefix=unprivileged)
+    assert not Path(f"{path}-shm").exists()
+
+
+READERS: dict[str, Callable[[Transitions], object]] = {
+    "after": lambda transitions: list(transitions.after()),
+    "of a history": lambda transitions: list(transitions.after(1)),
+    "for_training": lambda transitions: list(transitions.for_training()),
+    "rollout": lambda transitions: transitions.rollout("first"),
+    "add": lambda transitions: transitions.add(
+        "first",
+        Query("task", "Do task.", (Exchange("command 0", "a"), Exchange("command 1", "b")), "ls"),
+        Observation(""),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "column"),
+    [
+        ("UPDATE steps SET command = x'ff00'", "command: "),
+        ("UPDATE steps SET command = CAST('ls' AS BLOB)", "command: "),
+        ("UPDATE steps SET observation = x'ff00'", "observation: "),
+        ("UPDATE steps SET observation = CAST(x'ff' AS TEXT)", "observation: "),
+        ("UPDATE steps SET seconds = 'long'", "seconds: "),
+        ("UPDATE steps SET seconds = -1", "seconds: "),
+        ("UPDATE steps SET seconds = 9e999", "seconds: "),
+        ("UPDATE steps SET exit_code = 'bad'", "exit_code: "),
+        ("UPDATE steps SET timed_out = 7", "timed_out: "),
+        ("UPDATE steps SET created = 'today'", "created: "),
+        ("UPDATE steps SET digest = 'text'", "digest: "),
+        ("UPDATE rollouts SET task = x'ff'", "task: "),
+        ("UPDATE rollouts SET instruction = x'ff'", "instruction: "),
+        ("ALTER TABLE steps DROP COLUMN created", "no such column: created; not as it was made"),
+        ("DROP TABLE steps", "no such table: "),
+    ],
+)
+def test_what_was_put_into_it_by_hand_is_named(tmp_path: Path, change: str, column: str) -> None:
+    with store(tmp_path) as transitions:
+        add(transitions, "first", printing("a", "b"))
+    with closing(sqlite3.connect(tmp_path / "transitions.sqlite", isolation_level=None)) as database:
+        database.execute(change)
+    with store(tmp_path) as transitions:
+        for reader in READERS.values():
+            with pytest.raises(InputError) as raised:
+                reader(transitions)
+            message = str(raised.value)
+            assert re.match(rf"{tmp_path}/transitions\.sqlite(, row [12] of steps)?: {column}", message), message
+            assert "\n" not in message
+
+
+@pytest.mark.parametrize("change", ["UPDATE size SET steps = 'many'", "DELETE FROM size", "DROP TABLE size"])
+def test_a_size_that_is_none_is_named(tmp_path: Path, change: str) -> None:
+    with store(tmp_path) as transitions:
+        add(transitions, "first", printing("a"))
+        with closing(sqlite3.connect(tmp_path / "transitions.sqlite", isolation_level=None)) as database:
+            database.execute(change)
+        with pytest.raises(InputError, match=r"transitions\.sqlite(: no such table|, the row of size): "):
+            len(transitions)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"a shopping list, and a long one at that" * 50])
+def test_reading_what_is_no_store_is_one_line_and_makes_none(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "transitions.sqlite"
+    if content is not None:
+        path.write_bytes(content)
+    message = r"transitions\.sqlite: (No such file|file is not|a database of)"
+    with pytest.raises(InputError, match=message), Transitions.reading(path):
+        pass
+    assert (path.read_bytes() if path.exists() else None) == content
 
 
 # Rollouts.

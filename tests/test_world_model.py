@@ -7,8 +7,10 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,10 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
+from obsspec.analysis.formats import read_log
 from obsspec.errors import InputError
 from obsspec.loading import training_start
+from obsspec.models import load_model
 from obsspec.training.trajectories import ExpertRun
 from obsspec.training.transitions import Transitions
 from obsspec.training.versions import current_version, only_process, publish_version
@@ -133,25 +137,114 @@ def test_it_learns_from_rollouts_and_experts_together(store: Path, tmp_path: Pat
         read_rollouts([experts])
 
 
+def test_lines_of_logs_that_cannot_be_read_are_said(base: str, tmp_path: Path) -> None:
+    good = '{"task": "a", "command": "make", "output": "all is made"}'
+    for name in ("one.jsonl", "two.jsonl"):
+        (tmp_path / name).write_text(f'{good}\n{{"command": "ls", "output": null}}\n{good}\n')
+    data = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for command in (["train", "--output", tmp_path / "trained", "--hold-out", "0", "--tokens", "200"], ["evaluate"]):
+        finished = world_model(*command, *data, "--world-model", base)
+        assert finished.returncode == 0, finished.stderr
+        sentence = f"2 could not be read, the first: {data[0]}, line 2: command and output must be text"
+        assert finished.stderr.splitlines().count(sentence) == 1
+
+
+def test_a_store_is_told_from_a_log(store: Path) -> None:
+    for name in (store, store.parent):
+        with pytest.raises(InputError, match=f"{store}: a store of transitions, which is no log; give the file itself"):
+            read_log(name)
+    with pytest.raises(InputError, match=f"{store}: a store of transitions, which is no log; give the file itself"):
+        read_rollouts([store.parent])
+    (store.parent / "log.jsonl").write_text('{"command": "make", "output": "all is made"}\n')
+    assert read_log(store.parent).steps == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["train", "nowhere", "--output", "x"], "nowhere: no such file or directory; give a store"),
         (["evaluate", "{store}", "--hold-out", "0"], "leaves no task to score on; raise it"),
         (["train", "{store}", "--output", "x", "--hold-out", "1"], "leaves no task to train on; lower it"),
-        (["train", "{store}", "--output", "x", "--learning-rate", "2"], "learning_rate must be at most 1, not 2"),
-        (["serve", "{store}", "--output", "{dir}/x", "--passes", "-1"], "passes must be from 0"),
-        (["serve", "{store}", "--output", "{dir}/x", "--listen", "here"], "--listen here: .*give HOST:PORT"),
+        (["evaluate", "{dir}/changed"], "{dir}/changed, row 3 of steps: command: Input should be a valid string; "),
     ],
 )
 def test_bad_input_is_one_line(store: Path, base: str, tmp_path: Path, arguments: list[str], message: str) -> None:
+    shutil.copy(store, tmp_path / "changed")
+    with closing(sqlite3.connect(tmp_path / "changed")) as database, database:
+        database.execute("UPDATE steps SET command = x'ff00' WHERE id = 3")
     filled = [argument.format(store=store, dir=tmp_path) for argument in arguments]
-    finished = world_model(*filled, "--world-model", base)
+    finished = world_model(filled[0], "--world-model", base, *filled[1:])
     assert finished.returncode == 2
     line = finished.stderr.strip().splitlines()[-1]
     assert line.startswith("obsspec: ")
-    assert re.search(message, line)
+    assert re.search(message.format(dir=tmp_path), line)
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "--world-model: is empty; give builtin"),
+        ("{dir}", "model {dir}: not a complete model in .*; use a directory that save_pretrained has written"),
+        ("{dir}/adapter", "adapter {dir}/adapter: no weights .*; give all that PEFT saved"),
+        ("{dir}/nameless", "adapter {dir}/nameless: adapter_config.json names no base model"),
+    ],
+)
+def test_what_is_no_world_model_is_one_line(base: str, tmp_path: Path, name: str, message: str) -> None:
+    for adapter, named in (("adapter", base), ("nameless", "")):
+        (tmp_path / adapter).mkdir()
+        config = {"base_model_name_or_path": named, "peft_type": "LORA", "r": 4, "task_type": "CAUSAL_LM"}
+        (tmp_path / adapter / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=message.format(dir=tmp_path)) as raised:
+        load_model(*training_start(name.format(dir=tmp_path), tmp_path / "output"))
+    assert "\n" not in str(raised.value)
+
+
+TRAIN = ["world-model", "train", "{store}", "--output", "{dir}/x"]
+SERVE = ["world-model", "serve", "{store}", "--output", "{dir}/x"]
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "message"),
+    [
+        *(
+            (command, "--learning-rate", value, message)
+            for command in (TRAIN, SERVE, ["warmstart", "policy", "--output", "{dir}/x"])
+            for value, message in (("2", "1"), ("0", "more than 0"))
+        ),
+        *((TRAIN, "--learning-rate", value, "") for value in ("nan", "-1")),
+        *((TRAIN, "--hold-out", value, "") for value in ("nan", "1.1")),
+        (["world-model", "evaluate", "{store}"], "--hold-out", "nan", ""),
+        *((SERVE, "--passes", value, "") for value in ("-1", "nan")),
+        *((SERVE, "--replay", value, "") for value in ("1.5", "nan")),
+        *((SERVE, "--publish-seconds", value, "") for value in ("-1", "nan")),
+        *(
+            (SERVE, "--listen", value, "give HOST:PORT, such as")
+            for value in ("here", "", ":8100", "h:abc", "h:65536", "h:1_0")
+        ),
+        *(
+            (SERVE, option, value, "give a URL like http://localhost:8000")
+            for option, value in (
+                *(("--vllm", value) for value in ("", "localhost,", "http://one,", ",http://one", "http://h:99999")),
+                ("--sglang", "http://one,two"),
+            )
+        ),
+    ],
+)
+def test_an_option_that_is_wrong_is_named_before_anything_is_loaded(
+    store: Path, tmp_path: Path, command: list[str], option: str, value: str, message: str
+) -> None:
+    arguments = [argument.format(store=store, dir=tmp_path) for argument in command]
+    program = "import sys; sys.modules['torch'] = None; from obsspec.cli import main; main()"
+    before = list(tmp_path.iterdir())
+    finished = subprocess.run(
+        [sys.executable, "-c", program, *arguments, option, value], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 2
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith("obsspec: ")
+    assert option in line and message in line
+    assert list(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -6,6 +6,7 @@ import errno
 import importlib.metadata
 import inspect
 import json
+import math
 import os
 import signal
 import sys
@@ -82,6 +83,19 @@ _PREDICTOR = "Any of `rules,memory,language_model,timeouts`, or `off`. The langu
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, for machines.")]
 Threads = Annotated[int, typer.Option(min=1, max=1024, help="Threads for training.")]
 Rank = Annotated[int, typer.Option(min=1, help="Of the low-rank update of every linear layer.")]
+
+
+def _number(value: float) -> float:
+    """For an option with a range: NaN is in any."""
+    if math.isnan(value):
+        raise typer.BadParameter("must be a number")
+    return value
+
+
+def _above_zero(value: float) -> float:
+    if not value > 0:
+        raise typer.BadParameter(f"must be more than 0, not {value}")
+    return value
 
 
 @app.command()
@@ -268,7 +282,9 @@ def warmstart(
     directory: Annotated[Path, typer.Option("--output", help="Directory for the adapter.")] = Path("adapter"),
     base: Annotated[str, typer.Option(help="The model that it is for; the package's own if not given.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to train on.")] = 300_000,
-    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 5e-4,
+    learning_rate: Annotated[
+        float, typer.Option(min=0.0, max=1.0, callback=_above_zero, help="At its highest.")
+    ] = 5e-4,
     rank: Rank = 16,
     seed: Annotated[
         int, typer.Option(min=0, max=_LARGEST_SEED, help="Of the initial weights and the order of the runs.")
@@ -444,7 +460,10 @@ From = Annotated[
     ),
 ]
 HoldOut = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Share of the tasks that is left out of training and can be scored on.")
+    float,
+    typer.Option(
+        min=0.0, max=1.0, callback=_number, help="Share of the tasks that is left out of training and can be scored on."
+    ),
 ]
 Weights = Annotated[
     Literal["uniform", "seconds"],
@@ -464,7 +483,9 @@ def world_model_train(
     hold_out: HoldOut = 0.1,
     weights: Weights = "uniform",
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to train on.")] = 300_000,
-    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 2e-4,
+    learning_rate: Annotated[
+        float, typer.Option(min=0.0, max=1.0, callback=_above_zero, help="At its highest.")
+    ] = 2e-4,
     rows_per_step: Annotated[int, typer.Option(min=1, help="Rollouts in a step of the optimizer.")] = 4,
     rank: Rank = 16,
     full: Full = False,
@@ -486,7 +507,7 @@ def world_model_train(
 
         torch.set_num_threads(threads)
         recipe = Recipe(tokens, rows_per_step, learning_rate, None if full else rank, precision=precision, seed=seed)
-        rollouts = [each for each in read_rollouts(data) if not held_out(each.task, hold_out)]
+        rollouts = [each for each in read_rollouts(data, notes) if not held_out(each.task, hold_out)]
         if not rollouts:
             raise InputError(f"--hold-out {hold_out}: leaves no task to train on; lower it")
         base, adapter = training_start(world_model, directory)
@@ -500,7 +521,12 @@ def world_model_evaluate(
     world_model: From = "builtin",
     hold_out: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="Score on the tasks alone that `train --hold-out` left out; 1 is all."),
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            callback=_number,
+            help="Score on the tasks alone that `train --hold-out` left out; 1 is all.",
+        ),
     ] = 1.0,
     threads: Threads = 1,
     as_json: Json = False,
@@ -517,7 +543,7 @@ def world_model_evaluate(
             from obsspec.training.world_model import evaluate, held_out, read_rollouts, tallies_table, together
 
         torch.set_num_threads(threads)
-        rollouts = [each for each in read_rollouts(data) if held_out(each.task, hold_out)]
+        rollouts = [each for each in read_rollouts(data, notes) if held_out(each.task, hold_out)]
         if not rollouts:
             raise InputError(f"--hold-out {hold_out}: leaves no task to score on; raise it")
         model, tokenizer = load_model(*base_and_adapter(world_model, "world_model"))
@@ -557,11 +583,22 @@ def world_model_serve(
         ),
     ] = None,
     sglang: Annotated[str | None, typer.Option(help="The same of an SGLang server.")] = None,
-    publish_seconds: Annotated[float, typer.Option(min=0.0, help="Between two versions, at least.")] = 120.0,
-    passes: Annotated[float, typer.Option(help="How often a transition is trained on, on average.")] = 4.0,
-    replay: Annotated[float, typer.Option(help="Share of what is trained on that is drawn from all there is.")] = 0.5,
+    publish_seconds: Annotated[
+        float, typer.Option(min=0.0, callback=_number, help="Between two versions, at least.")
+    ] = 120.0,
+    passes: Annotated[
+        float, typer.Option(min=0.0, callback=_number, help="How often a transition is trained on, on average.")
+    ] = 4.0,
+    replay: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, callback=_number, help="Share of what is trained on that is drawn from all there is."
+        ),
+    ] = 0.5,
     weights: Weights = "uniform",
-    learning_rate: Annotated[float, typer.Option(help="It does not fall.")] = 2e-4,
+    learning_rate: Annotated[
+        float, typer.Option(min=0.0, max=1.0, callback=_above_zero, help="It does not fall.")
+    ] = 2e-4,
     rows_per_step: Annotated[int, typer.Option(min=1, help="Rollouts in a step of the optimizer.")] = 4,
     rank: Rank = 16,
     full: Full = False,
@@ -573,6 +610,12 @@ def world_model_serve(
     What is new is foretold before it is trained on, and that is the exact-match rate it reports. Weights that foretell
     less than those that were published last are never published. The same command goes on where one ended.
     """
+    # What is wrong is said before PyTorch is loaded, and anything written.
+    on_vllm, on_sglang = _urls("--vllm", vllm), _urls("--sglang", sglang)
+    if listen is not None:
+        from obsspec.training.posting import host_and_port
+
+        host_and_port(listen)
     with _interruptible(f"the same command goes on; its versions are in {directory}"):
         with notes.status("loading PyTorch"), held_back():
             import torch
@@ -590,9 +633,23 @@ def world_model_serve(
             precision=precision,
         )
         base, adapter = training_start(world_model, directory)
-        on_vllm, on_sglang = (tuple(urls.split(",")) if urls else () for urls in (vllm, sglang))
         service = Service(store, directory, publish_seconds, listen, on_vllm, on_sglang)
         serve(service, base, adapter, recipe, Pace(passes=passes, replay=replay, weighting=weights), notes)
+
+
+def _urls(option: str, given: str | None) -> tuple[str, ...]:
+    """Of servers, as an option gives them."""
+    if given is None:
+        return ()
+    from obsspec.policies.http import Server
+
+    urls = tuple(given.split(","))
+    try:
+        for url in urls:
+            Server(url)
+    except InputError as error:
+        raise InputError(f"{option} {given}: {error}") from None
+    return urls
 
 
 lab = typer.Typer(
@@ -632,15 +689,14 @@ def analyze(
     """
     from obsspec.analysis.formats import read_log
     from obsspec.analysis.prediction import predict, predictors
-    from obsspec.analysis.report import Analysis, figures, tables, write
+    from obsspec.analysis.report import Analysis, check_writable, figures, tables, write
     from obsspec.analysis.savings import POINTS, Source, simulate
     from obsspec.analysis.savings import times as times_of
     from obsspec.reports.tables import counting
 
     source = Source.of(times)
     if directory is not None:
-        with writing(f"--output {directory}", "directory"):  # Better known before the work.
-            directory.mkdir(parents=True, exist_ok=True)
+        check_writable(directory)  # Better known before the work.
     with _interruptible("nothing was written"):
         log = read_log(*logs)
         asked = predictors(log)

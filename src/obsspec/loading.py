@@ -163,6 +163,8 @@ def base_and_adapter(name: str, role: str) -> tuple[str, str | None]:
     """What `load_model` loads by the name of a plan: ``builtin``, a model's directory or hub name, an adapter's
     directory, or that of a co-training, of which it is the current version. ``role``: ``policy`` or ``world_model``.
     """
+    if not name:  # As a path it would be the current directory.
+        raise InputError(f"--{role.replace('_', '-')}: is empty; give {BUILTIN}, a model's directory or its hub name")
     from obsspec.models import DEFAULT_MODEL, adapter_base
 
     if name == BUILTIN:
@@ -177,8 +179,8 @@ def base_and_adapter(name: str, role: str) -> tuple[str, str | None]:
 def training_start(name: str, output: Path) -> tuple[str, str | None]:
     """The same for a world model that is to be trained further in ``output``. Raises InputError for one that would be
     gone when what is trained on it is used."""
-    version = current_version(Path(name))
     base, adapter = base_and_adapter(name, "world_model")
+    version = current_version(Path(name))
     if version is None or adapter is not None:
         return base, adapter
     if Path(name).resolve() == output.resolve():

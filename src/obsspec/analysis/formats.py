@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shlex
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -22,6 +23,7 @@ from typing import Any, Literal, TypeVar
 from obsspec.analysis.messages import Json, chat_messages, joined
 from obsspec.errors import InputError
 from obsspec.predictors.harness import SANDBOX
+from obsspec.training.transitions import is_store
 
 _CONCURRENT = 64
 """So many rollouts may be mixed with one another in a log of requests."""
@@ -78,6 +80,12 @@ class Log:
         return sum(len(rollout.steps) for rollout in self.rollouts)
 
 
+def said_of(skipped: Sequence[str]) -> Iterator[str]:
+    """What could not be read, in a sentence; nothing where all could."""
+    if skipped:
+        yield f"{len(skipped)} could not be read, the first: {skipped[0]}"
+
+
 class _UnreadableError(Exception):
     """Why something is not what it should be."""
 
@@ -94,31 +102,56 @@ def read_log(*paths: Path) -> Log:
     log = Log()
     seen: set[Path] = set()
     for path in paths:
-        for file in _files(path):
-            if file.resolve() in seen:  # It would be remembered, and so be predicted all too well.
-                continue
-            seen.add(file.resolve())
+        for file in _files(path, log):
             # Directories hold other files as well, which are no fault of the log's.
             named = file == path
             try:
+                if not named and not file.is_file():
+                    continue
+                if file.resolve() in seen:  # It would be remembered, and so be predicted all too well.
+                    continue
+                seen.add(file.resolve())
+                if named and file.is_file() and is_store(file):
+                    raise _store_given(file)
                 _read_file(file, _decoded(file.read_bytes()), log, named)
-            except (OSError, EOFError, zlib.error) as error:
+            except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
                 reason = f"{file}: {getattr(error, 'strerror', None) or error}"
                 if named:
                     raise InputError(f"{reason}; give a log that can be read") from None
                 log.skipped.append(reason)
     if not log.steps:
+        for path in paths:
+            for file in path.glob("*") if path.is_dir() else ():
+                if os.access(file, os.R_OK) and file.is_file() and is_store(file):
+                    raise _store_given(file)
         skipped = f" ({log.skipped[0]})" if log.skipped else ""
         raise InputError(f"{', '.join(map(str, paths))}: no step of any agent{skipped}; known are {FORMATS}")
     log.keeps_directory = _keeps_directory(log)
     return log
 
 
+def _store_given(file: Path) -> InputError:
+    return InputError(
+        f"{file}: a store of transitions, which is no log; give the file itself to `obsspec world-model train` or "
+        "`obsspec world-model evaluate`"
+    )
+
+
 def _decoded(content: bytes) -> str:
+    """Where it is no UTF-8, with surrogates, which `_is_unicode` knows."""
     if content[:2] == b"\x1f\x8b":
         content = gzip.decompress(content)
-    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    return content.decode(encoding, errors="replace")
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return content.decode("utf-16")
+    return content.decode("utf-8-sig", errors="surrogateescape")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parsed(text: str) -> Any:
@@ -129,20 +162,32 @@ def _parsed(text: str) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path, log: Log) -> list[Path]:
     if not path.exists():
         raise InputError(f"{path}: no such file or directory; give a log")
     if not path.is_dir():
         return [path]
+
+    def skip(error: OSError) -> None:
+        log.skipped.append(f"{error.filename}: {error.strerror}")
+
     suffixes = (".json", ".jsonl", ".traj", ".json.gz", ".jsonl.gz", ".traj.gz")
-    return sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(suffixes))
+    names = (Path(directory, name) for directory, _, names in os.walk(path, onerror=skip) for name in names)
+    return sorted(file for file in names if file.name.endswith(suffixes))
 
 
 def _read_file(file: Path, text: str, log: Log, named: bool) -> None:
+    lines = [] if _is_unicode(text) else enumerate(text.split("\n"), start=1)
+    # JSON is UTF-8. What is not is bad in any file, for what it was cannot be told.
+    bad = [f"{file}, line {number}: not UTF-8" for number, line in lines if not _is_unicode(line)]
     try:
         document = _parsed(text)
     except ValueError:
+        log.skipped += bad
         _read_rows(file, _lines(text), log, named)
+        return
+    if bad:  # Of a document nothing can be left out.
+        log.skipped.append(bad[0])
         return
     if isinstance(document, list):
         _read_rows(file, ((f"item {number}", item) for number, item in enumerate(document, start=1)), log, named)
@@ -154,7 +199,7 @@ def _read_file(file: Path, text: str, log: Log, named: bool) -> None:
 
 def _lines(text: str) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
+        if line.strip() and _is_unicode(line):
             try:
                 yield f"line {number}", _parsed(line)
             except ValueError:
@@ -170,7 +215,7 @@ def _read_rows(file: Path, content: Iterable[tuple[str, Any]], log: Log, named: 
             bad.append(f"{file}, {place}: not a JSON object")
         elif reader := _reader(row):
             rows.append(_Row(f"{file}, {place}", row, "document", reader))
-        elif "command" in row and "role" not in row:
+        elif "command" in row and "role" not in row and {"output", "observation"} & row.keys():
             rows.append(_Row(f"{file}, {place}", row, "step"))
         else:
             messages = _understood(f"{file}, {place}", row, bad)
@@ -357,8 +402,6 @@ def _add_steps(log: Log, rows: Iterable[_Row]) -> None:
         except _UnreadableError as error:
             log.skipped.append(f"{each.where}: {error}")
             continue
-        if step is None:
-            continue
         task = str(next((row[key] for key in _TASK_KEYS if key in row), ""))
         name = next((str(row[key]) for key in ("rollout", "trial", "trajectory", "session") if key in row), "")
         place = row.get("step")
@@ -376,15 +419,12 @@ def _add_steps(log: Log, rows: Iterable[_Row]) -> None:
         log.formats["JSON lines"] += 1
 
 
-def _plain_step(row: Json) -> LoggedStep | None:
-    """None for a step that executed nothing."""
+def _plain_step(row: Json) -> LoggedStep:
     command, output = row["command"], row.get("output", row.get("observation"))
-    if not command or output is None:
-        return None
     if not isinstance(command, str) or not isinstance(output, str):
         raise _UnreadableError("command and output must be text")
     if not command.strip():
-        return None
+        raise _UnreadableError("the command is empty")
     code = row.get("exit_code", row.get("returncode"))
     seconds, generating = (_seconds(row, key) for key in ("seconds", "generation_seconds"))
     return _step(command, _observation(output, code), seconds, generating)

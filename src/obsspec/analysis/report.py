@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
 from typing import Any
 
 import pyarrow
@@ -17,7 +18,7 @@ from plotly.graph_objects import Bar, Figure, Waterfall
 from rich.console import ConsoleRenderable
 from rich.table import Table
 
-from obsspec.analysis.formats import Log
+from obsspec.analysis.formats import Log, said_of
 from obsspec.analysis.prediction import Prediction
 from obsspec.analysis.savings import Losses, Savings, Times, advice
 from obsspec.errors import writing
@@ -136,8 +137,7 @@ def head(analysis: Analysis) -> Iterator[str]:
     tasks = len({rollout.task for rollout in log.rollouts})
     formats = ", ".join(f"{count} in {name}" for name, count in log.formats.items())
     yield f"Steps: {log.steps}, rollouts: {len(log.rollouts)} ({formats}), tasks: {tasks}."
-    if log.skipped:
-        yield f"{len(log.skipped)} could not be read, the first: {log.skipped[0]}"
+    yield from said_of(log.skipped)
     for part, what in (("seconds", "tool"), ("generation_seconds", "generation")):
         if missing := analysis.without(part):
             yield (
@@ -205,13 +205,27 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else ""
 
 
+_FILES = _JSON, _HTML, _PARQUET = "analysis.json", "analysis.html", "steps.parquet"
+
+
+def check_writable(directory: Path) -> None:
+    """Makes the directory, and raises InputError where `write` would not be able to write there."""
+    with writing(f"--output {directory}", "directory"):
+        directory.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=directory).close()
+    for file in (directory / name for name in _FILES):
+        with writing(f"--output {directory}: {file.name}", "directory"):
+            if file.exists():
+                file.open("ab").close()
+
+
 def write(analysis: Analysis, directory: Path) -> None:
     """Writes ``analysis.html``, ``analysis.json`` and ``steps.parquet``. Raises InputError where it cannot."""
     with writing(f"--output {directory}", "directory"):
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "analysis.json").write_text(json.dumps(figures(analysis), indent=1) + "\n")
-        (directory / "analysis.html").write_text(_page(analysis))
-        pyarrow.parquet.write_table(pyarrow.table(_steps(analysis)), directory / "steps.parquet")
+        (directory / _JSON).write_text(json.dumps(figures(analysis), indent=1) + "\n")
+        (directory / _HTML).write_text(_page(analysis))
+        pyarrow.parquet.write_table(pyarrow.table(_steps(analysis)), directory / _PARQUET)
 
 
 def _steps(analysis: Analysis) -> dict[str, list[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -19,10 +20,22 @@ from obsspec.types import Observation, Query
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 20_000
 _BATCH = 200
+_HIGHEST_PORT = 65535
 _IDLE_SECONDS = 0.2
 _RETRY_SECONDS = 1.0
 _LAST_SECONDS = 20.0
 """For what still waits when the rollouts have ended."""
+
+
+def host_and_port(listen: str) -> tuple[str, int]:
+    """Of where the service listens, ``HOST:PORT`` or ``[HOST]:PORT``. Raises InputError where it is neither."""
+    host, _, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > _HIGHEST_PORT:
+        raise InputError(
+            f"--listen {listen}: no host with a port from 0 to {_HIGHEST_PORT}; give HOST:PORT, such as 127.0.0.1:8100"
+        )
+    return host, int(port)
 
 
 class PostedTransitions:
@@ -50,6 +63,7 @@ class PostedTransitions:
 
         Raises InputError where nothing of the kind is there.
         """
+        _check_url(url)
         with httpx.Client(timeout=30.0) as client:
             posted = cls(client, url.rstrip("/"))
             posted._check()
@@ -72,7 +86,7 @@ class PostedTransitions:
         remedy = "is `obsspec world-model serve --listen` running there?"
         try:
             status = self._client.get(f"{self._url}/status").raise_for_status().json()
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        except (httpx.HTTPError, ValueError) as error:
             raise InputError(f"--transitions {self._url}: {error}; {remedy}") from None
         if not isinstance(status, dict) or "exact_rate" not in status:
             raise InputError(f"--transitions {self._url}: another kind of server; {remedy}")
@@ -114,3 +128,16 @@ class PostedTransitions:
         if not self._complained:
             _log.warning("%s: %s", self._url, reason)
         self._complained = True
+
+
+def _check_url(url: str) -> None:
+    try:
+        parsed = httpx.URL(url)
+        reason = None if parsed.host and (parsed.port or 0) <= _HIGHEST_PORT else "names no host and port"
+    except httpx.InvalidURL as error:
+        reason = str(error)
+    if reason is not None:
+        raise InputError(
+            f"--transitions {url}: {reason}; give the URL of an `obsspec world-model serve --listen`, such as "
+            "http://127.0.0.1:8100"
+        )

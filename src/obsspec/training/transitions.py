@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import os
 import sqlite3
+import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import reduce
+from dataclasses import asdict, dataclass
+from functools import partial, reduce
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -74,12 +75,12 @@ CREATE TRIGGER added AFTER INSERT ON steps BEGIN UPDATE size SET steps = steps +
 CREATE TRIGGER dropped AFTER DELETE ON steps BEGIN UPDATE size SET steps = steps - 1; END;
 """
 
-_SELECT = """
-SELECT steps.id, digest, key, place, task, instruction, command, observation, seconds, exit_code, timed_out, created
-FROM steps JOIN rollouts ON rollouts.id = steps.rollout
-"""
-_SELECT_ROLLOUT = """
-SELECT task, instruction, command, observation, seconds, NOT EXISTS (
+_COLUMNS = (
+    "steps.id, digest, key, place, task, instruction, command, observation, seconds, exit_code, timed_out, created"
+)
+_SELECT = f"SELECT {_COLUMNS} FROM steps JOIN rollouts ON rollouts.id = steps.rollout"
+_SELECT_ROLLOUT = f"""
+SELECT {_COLUMNS}, NOT EXISTS (
     SELECT 1 FROM steps AS later WHERE later.digest = steps.digest AND later.id > steps.id AND later.id <= ?
 )
 FROM steps JOIN rollouts ON rollouts.id = steps.rollout WHERE key = ? AND steps.id <= ? ORDER BY place
@@ -114,16 +115,20 @@ class StoredRollout:
     """False where a later transition has the same task, history, command and observed text: learn that one."""
 
 
+_Text = Annotated[str, Field(strict=True, min_length=0)]
+"""Strict: no blob. With a length, whatever it is: else text that is no Unicode passes."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Line:
     """A transition as it is stored and exported: its history is the lines of the same rollout with lower places."""
 
-    rollout: str
+    rollout: _Text
     place: Annotated[int, Field(ge=0, lt=2**63)]
-    task: str
-    instruction: str
-    command: str
-    observation: str
+    task: _Text
+    instruction: _Text
+    command: _Text
+    observation: _Text
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     exit_code: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None
     timed_out: bool
@@ -138,7 +143,8 @@ class _Stored:
 
 
 class Transitions:
-    """The store in one file. `Transitions.open` opens it. Safe to share between threads.
+    """The store in one file. `Transitions.open` opens it, and `Transitions.reading` what is only read. Safe to share
+    between threads.
 
     Every method raises InputError where the file cannot be read or written, or the disk is full; what was added before
     stays.
@@ -167,12 +173,34 @@ class Transitions:
             )
         with writing(path, "place"):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with _explained(path):  # Absolute, for SQLite takes some names, such as ``:memory:``, for something else.
-            database = sqlite3.connect(path.absolute(), _PATIENCE, isolation_level=None, check_same_thread=False)
-        with closing(database):
+            if path.is_dir():
+                raise InputError(f"{path}: a directory; give a file, such as {path / 'transitions.sqlite'}")
+            # SQLite would open what may only be read, and leave files beside it that nobody may write.
+            if path.exists() and not os.access(path, os.W_OK):
+                raise InputError(f"{path}: may only be read; choose a file that can be written")
+        with _connection(path, "rwc") as database:
             with _explained(path):
-                _prepare_patiently(database, path)
+                _patiently(database, partial(_prepare, database, path))
             yield cls(path, database, max_age_seconds, max_count)
+
+    @classmethod
+    @contextmanager
+    def reading(cls, path: Path) -> Iterator[Transitions]:
+        """The store that is in the file ``path``, to be read alone: nothing can be added to it.
+
+        Others may write it meanwhile. It may be in a place that cannot be written, and nothing is left there. Raises
+        InputError where there is no store, or it cannot be read.
+        """
+        before, mode = _changed_at(path), _reading_mode(path)
+        with _connection(path, mode) as database:
+            with _explained(path):
+                database.execute("PRAGMA query_only = ON")
+                _patiently(database, partial(_check, database, path))
+            try:
+                yield cls(path, database, math.inf, sys.maxsize)
+            finally:
+                if mode == _ALONE and _changed_at(path) != before:
+                    raise InputError(f"{path}: was written while it was read; read it again")
 
     def __len__(self) -> int:
         with self._transaction("DEFERRED"):
@@ -213,7 +241,7 @@ class Transitions:
         while True:
             with self._transaction("DEFERRED"):  # One view of the file, so that histories are whole.
                 rows = self._database.execute(query, (id,)).fetchall()
-                batch = [self._transition(_stored(row)) for row in rows]
+                batch = [self._transition(self._stored(row)) for row in rows]
             if not batch:
                 return
             yield from batch
@@ -235,9 +263,14 @@ class Transitions:
             rows = self._database.execute(_SELECT_ROLLOUT, (until, key, until)).fetchall()
         if not rows:
             return None
-        tasks, instructions, commands, observations, seconds, fresh = zip(*rows, strict=True)
-        exchanges = tuple(map(Exchange, commands, observations))
-        return StoredRollout(tasks[0], instructions[0], exchanges, seconds, tuple(map(bool, fresh)))
+        lines = [self._stored(columns).line for *columns, _ in rows]
+        return StoredRollout(
+            lines[0].task,
+            lines[0].instruction,
+            tuple(Exchange(line.command, line.observation) for line in lines),
+            tuple(line.seconds for line in lines),
+            tuple(bool(fresh) for *_, fresh in rows),
+        )
 
     def news(self, id: int, most: int = 1000) -> tuple[int, dict[str, int]]:
         """What was added after the transition with this id, at most so many: the id of the last of it, and for each
@@ -346,11 +379,30 @@ class Transitions:
         return int(self._database.execute("SELECT coalesce(max(id), 0) FROM steps").fetchone()[0])
 
     def _count(self) -> int:
-        return int(self._database.execute("SELECT steps FROM size").fetchone()[0])
+        sizes = self._database.execute("SELECT steps FROM size").fetchall()
+        match sizes:
+            case [(int(count),)]:
+                return count
+        raise InputError(f"{self._path}, the row of size: steps: not a number, as it was made; choose another file")
 
     def _find(self, rollout: str, place: int) -> _Stored | None:
         row = self._database.execute(f"{_SELECT} WHERE key = ? AND place = ?", (rollout, place)).fetchone()
-        return None if row is None else _stored(row)
+        return None if row is None else self._stored(row)
+
+    def _stored(self, row: Sequence[Any]) -> _Stored:
+        """Raises InputError where somebody has put into the file what never was added."""
+        number, digest, *values = row
+        try:
+            line = _ADAPTER.validate_python(dict(zip(_Line.__slots__, values, strict=True)))
+            wrong = None if isinstance(digest, bytes) else "digest: Input should be a blob"
+        except ValidationError as error:
+            wrong = wrong_field(error, "the row")
+        if wrong is not None:
+            raise InputError(
+                f"{self._path}, row {number} of steps: {wrong}; not what rollouts added: remove its rollout, or choose "
+                "another file"
+            )
+        return _Stored(number, digest, line)
 
     def _append(self, line: _Line) -> bool:
         """Inserts it behind the step before it; False where that is missing, or of another task."""
@@ -394,15 +446,12 @@ class Transitions:
 
     def _transition(self, stored: _Stored) -> Transition:
         line = stored.line
-        history = self._database.execute(
-            "SELECT command, observation FROM steps JOIN rollouts ON rollouts.id = steps.rollout "
-            "WHERE key = ? AND place < ? ORDER BY place",
-            (line.rollout, line.place),
-        )
-        exchanges = tuple(Exchange(command, observation) for command, observation in history)
-        query = Query(line.task, line.instruction, exchanges, line.command)
+        query = f"{_SELECT} WHERE key = ? AND place < ? ORDER BY place"
+        history = [self._stored(row).line for row in self._database.execute(query, (line.rollout, line.place))]
+        exchanges = tuple(Exchange(earlier.command, earlier.observation) for earlier in history)
         observation = Observation(line.observation, line.seconds, line.exit_code, line.timed_out)
-        return Transition(stored.id, line.rollout, query, observation, line.created)
+        asked = Query(line.task, line.instruction, exchanges, line.command)
+        return Transition(stored.id, line.rollout, asked, observation, line.created)
 
     @contextmanager
     def _transaction(self, kind: Literal["IMMEDIATE", "DEFERRED"]) -> Iterator[None]:
@@ -504,12 +553,6 @@ def _line(rollout: str, query: Query, observation: Observation, created: float) 
     )
 
 
-def _stored(row: tuple[Any, ...]) -> _Stored:
-    number, digest, *values = row
-    line = _Line(*values)
-    return _Stored(number, digest, replace(line, timed_out=bool(line.timed_out)))
-
-
 def _same_rollout(first: _Line, second: _Line) -> bool:
     return (first.task, first.instruction) == (second.task, second.instruction)
 
@@ -583,12 +626,62 @@ def _parquet(file: object) -> Any:
 # The database.
 
 
-def _prepare_patiently(database: sqlite3.Connection, path: Path) -> None:
+def is_store(path: Path) -> bool:
+    """Whether a file is an SQLite database, as stores of transitions are."""
+    with path.open("rb") as stream:
+        return stream.read(16) == b"SQLite format 3\0"
+
+
+_ALONE = "ro&immutable=1"
+
+
+@contextmanager
+def _connection(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
+    """``mode``: as in the URIs of SQLite."""
+    where = f"{path.absolute().as_uri()}?mode={mode}"
+    with _explained(path):
+        database = sqlite3.connect(where, _PATIENCE, isolation_level=None, check_same_thread=False, uri=True)
+    # What is no UTF-8 is told by `Transitions._stored`, which knows where it is.
+    database.text_factory = lambda content: content.decode(errors="surrogateescape")
+    with closing(database):
+        yield database
+
+
+def _reading_mode(path: Path) -> str:
+    """How to open a file that is only read, so that nothing is left beside it.
+
+    Whoever opens a store shares it by two more files, which the last one that may write removes. One who may not write
+    can use those of others. Where there are none, nobody has it open, and it can be read as it is.
+    """
+    real = path.resolve()
+    if os.access(real, os.W_OK) and os.access(real.parent, os.W_OK):
+        return "rw"
+    latest, shared = (Path(f"{real}{suffix}") for suffix in ("-wal", "-shm"))
+    if latest.exists() and shared.exists():
+        return "ro"
+    if latest.exists() and latest.stat().st_size > 0:
+        raise InputError(
+            f"{path}: what was added last is in {latest}, which can only be read where both can be written; copy both "
+            "to another directory and give that copy"
+        )
+    return _ALONE
+
+
+def _changed_at(path: Path) -> tuple[int, int, int]:
+    """Another value whenever the file has been written or replaced."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; give a store that rollouts have written to") from None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _patiently(database: sqlite3.Connection, prepare: Callable[[], None]) -> None:
     """SQLite itself waits for others almost always: not while one of them begins or ends to share the file."""
     until = time.monotonic() + _PATIENCE
     while True:
         try:
-            _prepare(database, path)
+            prepare()
             return
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
@@ -610,10 +703,14 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
             database.execute(f"PRAGMA application_id = {_APPLICATION}")
             database.execute(f"PRAGMA user_version = {_VERSION}")
         database.execute("COMMIT")
-    if _header(database) != (_APPLICATION, _VERSION):
-        raise InputError(f"{path}: a database of something else, or of another version; choose another file")
+    _check(database, path)
     if database.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
         raise InputError(f"{path}: its file system cannot be shared between processes; choose a file on a local disk")
+
+
+def _check(database: sqlite3.Connection, path: Path) -> None:
+    if _header(database) != (_APPLICATION, _VERSION):
+        raise InputError(f"{path}: a database of something else, or of another version; choose another file")
 
 
 def _header(database: sqlite3.Connection) -> tuple[int, int]:
@@ -634,6 +731,7 @@ def _statements() -> Iterator[str]:
 
 
 _REMEDIES = {
+    sqlite3.SQLITE_ERROR: "not as it was made: choose another file",
     sqlite3.SQLITE_NOTADB: "choose another file",
     sqlite3.SQLITE_CORRUPT: "choose another file",
     sqlite3.SQLITE_BUSY: f"another process has been writing it for {_PATIENCE:.0f} s: wait for it",
@@ -651,4 +749,6 @@ def _explained(path: Path) -> Iterator[None]:
         raise
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # The rest of it says where in SQLite it was.
-        raise InputError(f"{path}: {error}; {_REMEDIES.get(code, 'choose a file that can be written')}") from None
+        raise InputError(
+            f"{path}: {error}; {_REMEDIES.get(code, 'choose a file that can be read and written')}"
+        ) from None

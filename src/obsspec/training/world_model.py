@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 from rich.table import Table
 
-from obsspec.analysis.formats import read_log
+from obsspec.analysis.formats import read_log, said_of
 from obsspec.chat import ChatFormat, WorldModelChat
 from obsspec.errors import InputError
 from obsspec.predictors.language_model import Limits
@@ -20,7 +20,7 @@ from obsspec.reports.tables import share
 from obsspec.shell import kind_of
 from obsspec.training.finetune import Recipe, Trainable, exact_spans, finetune
 from obsspec.training.trajectories import Row, is_expert_runs, read_runs, world_model_rows
-from obsspec.training.transitions import StoredRollout, Transitions
+from obsspec.training.transitions import StoredRollout, Transitions, is_store
 from obsspec.types import Exchange
 
 if TYPE_CHECKING:
@@ -36,19 +36,20 @@ _LEAST_WEIGHT = 0.05
 """Of what was printed at once: it is part of later prompts, so it is worth knowing."""
 
 
-def read_rollouts(paths: Sequence[Path]) -> list[StoredRollout]:
+def read_rollouts(paths: Sequence[Path], notes: Console | None = None) -> list[StoredRollout]:
     """What stores of transitions hold, the latest rollouts first, or the expert runs that `obsspec warmstart` kept, or
     logs that `obsspec analyze` reads, both in their order.
 
-    A log's rollouts have no instruction, and an expert's no seconds. Raises InputError for what is none of these, or
-    empty.
+    A log's rollouts have no instruction, and an expert's no seconds. What of logs cannot be read is left out, and
+    ``notes`` told. Raises InputError for what is none of these, or empty.
     """
     rollouts: list[StoredRollout] = []
+    skipped: list[str] = []
     for path in paths:
         if not path.exists():
             raise InputError(f"{path}: no such file or directory; give a store of transitions, or logs")
         if path.is_file() and is_store(path):
-            with Transitions.open(path) as transitions:
+            with Transitions.reading(path) as transitions:
                 rollouts += transitions.for_training()
         elif path.is_file() and is_expert_runs(path):
             for run in read_runs(path):
@@ -57,19 +58,18 @@ def read_rollouts(paths: Sequence[Path]) -> list[StoredRollout]:
                     StoredRollout(run.task, run.instruction, run.exchanges, (0.0,) * count, (True,) * count)
                 )
         else:
-            for logged in read_log(path).rollouts:
+            log = read_log(path)
+            skipped += log.skipped
+            for logged in log.rollouts:
                 exchanges = tuple(Exchange(step.command, step.observation) for step in logged.steps)
                 seconds = tuple(step.seconds or 0.0 for step in logged.steps)
                 rollouts.append(StoredRollout(logged.task, "", exchanges, seconds, (True,) * len(exchanges)))
     if not rollouts:
         raise InputError(f"{', '.join(map(str, paths))}: no transition; give one that rollouts have written to")
+    if notes is not None:
+        for sentence in said_of(skipped):
+            notes.print(sentence, soft_wrap=True)
     return rollouts
-
-
-def is_store(path: Path) -> bool:
-    """Whether a file is an SQLite database, as stores of transitions are."""
-    with path.open("rb") as stream:
-        return stream.read(16) == b"SQLite format 3\0"
 
 
 def held_out(task: str, share: float) -> bool:
