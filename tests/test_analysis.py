@@ -447,10 +447,6 @@ def test_a_bad_line_is_named_and_costs_only_itself(tmp_path: Path) -> None:
         '{"other": 1}',
         '{"command": "ls"}',
         '{"command": "ls", "output": 3}',
-        '{"command": "ls", "output": null}',
-        '{"command": null, "output": ""}',
-        '{"command": "", "output": ""}',
-        '{"command": " ", "observation": ""}',
         '{"command": "ls", "output": "", "seconds": -1}',
         '{"trajectory": [{"action": 1}]}',
         '{"messages": [7]}',
@@ -467,6 +463,20 @@ def test_a_bad_line_is_named_and_costs_only_itself(tmp_path: Path) -> None:
     assert len(log.skipped) == len(bad)
     named = {re.split(r":|, message", line)[0] for line in log.skipped}
     assert named == {f"{file}, line {number}" for number in range(2, 2 + len(bad))}
+
+
+def test_steps_without_a_command_or_an_output_are_counted(tmp_path: Path) -> None:
+    """They are no fault of a log: an agent may write no command, and what it hands in prints nothing."""
+    incomplete = [
+        '{"command": "submit", "output": null}',
+        '{"command": null, "output": "which command?"}',
+        '{"command": "", "output": ""}',
+        '{"command": " ", "observation": ""}',
+    ]
+    (tmp_path / "log.jsonl").write_text("\n".join([*incomplete, lines(STEPS)]))
+    log = read_log(tmp_path)
+    assert (log.steps, log.incomplete, log.skipped) == (2, len(incomplete), [])
+    assert list(log.left_out()) == ["4 steps have no command or no output, and are left out."]
 
 
 DEEP = "[" * 5000

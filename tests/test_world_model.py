@@ -140,13 +140,14 @@ def test_it_learns_from_rollouts_and_experts_together(store: Path, tmp_path: Pat
 def test_lines_of_logs_that_cannot_be_read_are_said(base: str, tmp_path: Path) -> None:
     good = '{"task": "a", "command": "make", "output": "all is made"}'
     for name in ("one.jsonl", "two.jsonl"):
-        (tmp_path / name).write_text(f'{good}\n{{"command": "ls", "output": null}}\n{good}\n')
+        (tmp_path / name).write_text(f'{good}\n{{"command": "ls", "output": 3}}\n{good}\n')
     data = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     for command in (["train", "--output", tmp_path / "trained", "--hold-out", "0", "--tokens", "200"], ["evaluate"]):
         finished = world_model(*command, *data, "--world-model", base)
         assert finished.returncode == 0, finished.stderr
-        sentence = f"2 could not be read, the first: {data[0]}, line 2: command and output must be text"
-        assert finished.stderr.splitlines().count(sentence) == 1
+        for file in data:
+            sentence = f"{file}: 1 could not be read, the first: {file}, line 2: command and output must be text"
+            assert finished.stderr.splitlines().count(sentence) == 1
 
 
 def test_a_store_is_told_from_a_log(store: Path) -> None:

@@ -205,6 +205,10 @@ class Means:
         """Raises InputError for what does not go together."""
         if self.ray is None and self.actors is not None:
             raise InputError(f"--actors {self.actors}: these are processes of a Ray cluster; say which with --ray")
+        if self.transitions == "":  # As a path it would be the current directory.
+            raise InputError(
+                "--transitions: is empty; give a file, or the URL of an `obsspec world-model serve --listen`"
+            )
         if self.ray not in (None, "local") and self.transitions is not None and not is_url(self.transitions):
             raise InputError(
                 f"--transitions {self.transitions}: other machines of the cluster do not have this file; give the URL "

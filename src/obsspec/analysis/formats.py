@@ -12,7 +12,7 @@ import re
 import shlex
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -68,6 +68,8 @@ class Log:
     """How many rollouts came in each."""
     skipped: list[str] = field(default_factory=list)
     """What could not be read, and why: a line each."""
+    incomplete: int = 0
+    """Steps that executed nothing, or of which the output is not told, such as the last of an agent that hands in."""
     keeps_directory: bool = True
     """Whether ``cd`` lasts from one command to the next, as far as the commands tell."""
     _latest: deque[tuple[list[Json], int]] = field(
@@ -79,11 +81,12 @@ class Log:
     def steps(self) -> int:
         return sum(len(rollout.steps) for rollout in self.rollouts)
 
-
-def said_of(skipped: Sequence[str]) -> Iterator[str]:
-    """What could not be read, in a sentence; nothing where all could."""
-    if skipped:
-        yield f"{len(skipped)} could not be read, the first: {skipped[0]}"
+    def left_out(self) -> Iterator[str]:
+        """What of it is not among the rollouts, in sentences."""
+        if self.incomplete:
+            yield f"{self.incomplete} steps have no command or no output, and are left out."
+        if self.skipped:
+            yield f"{len(self.skipped)} could not be read, the first: {self.skipped[0]}"
 
 
 class _UnreadableError(Exception):
@@ -402,6 +405,9 @@ def _add_steps(log: Log, rows: Iterable[_Row]) -> None:
         except _UnreadableError as error:
             log.skipped.append(f"{each.where}: {error}")
             continue
+        if step is None:
+            log.incomplete += 1
+            continue
         task = str(next((row[key] for key in _TASK_KEYS if key in row), ""))
         name = next((str(row[key]) for key in ("rollout", "trial", "trajectory", "session") if key in row), "")
         place = row.get("step")
@@ -419,12 +425,15 @@ def _add_steps(log: Log, rows: Iterable[_Row]) -> None:
         log.formats["JSON lines"] += 1
 
 
-def _plain_step(row: Json) -> LoggedStep:
+def _plain_step(row: Json) -> LoggedStep | None:
+    """None for one that is incomplete."""
     command, output = row["command"], row.get("output", row.get("observation"))
+    if command is None or output is None:
+        return None
     if not isinstance(command, str) or not isinstance(output, str):
         raise _UnreadableError("command and output must be text")
     if not command.strip():
-        raise _UnreadableError("the command is empty")
+        return None
     code = row.get("exit_code", row.get("returncode"))
     seconds, generating = (_seconds(row, key) for key in ("seconds", "generation_seconds"))
     return _step(command, _observation(output, code), seconds, generating)

@@ -18,7 +18,7 @@ from plotly.graph_objects import Bar, Figure, Waterfall
 from rich.console import ConsoleRenderable
 from rich.table import Table
 
-from obsspec.analysis.formats import Log, said_of
+from obsspec.analysis.formats import Log
 from obsspec.analysis.prediction import Prediction
 from obsspec.analysis.savings import Losses, Savings, Times, advice
 from obsspec.errors import writing
@@ -115,6 +115,7 @@ def figures(analysis: Analysis) -> dict[str, Any]:
         "steps": analysis.log.steps,
         "formats": dict(analysis.log.formats),
         "skipped": analysis.log.skipped,
+        "incomplete": analysis.log.incomplete,
         "steps_without_tool_time": analysis.without("seconds"),
         "steps_without_generation_time": analysis.without("generation_seconds"),
         "times_from": analysis.source,
@@ -137,7 +138,7 @@ def head(analysis: Analysis) -> Iterator[str]:
     tasks = len({rollout.task for rollout in log.rollouts})
     formats = ", ".join(f"{count} in {name}" for name, count in log.formats.items())
     yield f"Steps: {log.steps}, rollouts: {len(log.rollouts)} ({formats}), tasks: {tasks}."
-    yield from said_of(log.skipped)
+    yield from log.left_out()
     for part, what in (("seconds", "tool"), ("generation_seconds", "generation")):
         if missing := analysis.without(part):
             yield (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 from rich.table import Table
 
-from obsspec.analysis.formats import read_log, said_of
+from obsspec.analysis.formats import read_log
 from obsspec.chat import ChatFormat, WorldModelChat
 from obsspec.errors import InputError
 from obsspec.predictors.language_model import Limits
@@ -40,11 +40,10 @@ def read_rollouts(paths: Sequence[Path], notes: Console | None = None) -> list[S
     """What stores of transitions hold, the latest rollouts first, or the expert runs that `obsspec warmstart` kept, or
     logs that `obsspec analyze` reads, both in their order.
 
-    A log's rollouts have no instruction, and an expert's no seconds. What of logs cannot be read is left out, and
-    ``notes`` told. Raises InputError for what is none of these, or empty.
+    A log's rollouts have no instruction, and an expert's no seconds. What of a log is left out is said in ``notes``.
+    Raises InputError for what is none of these, or empty.
     """
     rollouts: list[StoredRollout] = []
-    skipped: list[str] = []
     for path in paths:
         if not path.exists():
             raise InputError(f"{path}: no such file or directory; give a store of transitions, or logs")
@@ -59,16 +58,15 @@ def read_rollouts(paths: Sequence[Path], notes: Console | None = None) -> list[S
                 )
         else:
             log = read_log(path)
-            skipped += log.skipped
+            if notes is not None:
+                for sentence in log.left_out():
+                    notes.print(f"{path}: {sentence}", soft_wrap=True)
             for logged in log.rollouts:
                 exchanges = tuple(Exchange(step.command, step.observation) for step in logged.steps)
                 seconds = tuple(step.seconds or 0.0 for step in logged.steps)
                 rollouts.append(StoredRollout(logged.task, "", exchanges, seconds, (True,) * len(exchanges)))
     if not rollouts:
         raise InputError(f"{', '.join(map(str, paths))}: no transition; give one that rollouts have written to")
-    if notes is not None:
-        for sentence in said_of(skipped):
-            notes.print(sentence, soft_wrap=True)
     return rollouts
 
 
