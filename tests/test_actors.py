@@ -101,6 +101,10 @@ def assert_gone(directory: Path) -> None:
         ("127.0.0.1:1", "--ray 127.0.0.1:1: Connection refused; start a cluster with"),
         ("somewhere", "--ray somewhere: is not local, auto or HOST:PORT; start a cluster with"),
         ("127.0.0.1:99999", "--ray 127.0.0.1:99999: is not local, auto or HOST:PORT; start a cluster with"),
+        ("[::1]:1", "--ray [::1]:1: Connection refused; start a cluster with"),
+        (":1", "--ray :1: is not local, auto or HOST:PORT; start a cluster with"),
+        ("http://127.0.0.1:1", "--ray http://127.0.0.1:1: is not local, auto or HOST:PORT; start a cluster with"),
+        ("a..b:1", "--ray a..b:1: "),
         ("ray://x:1", "--ray ray://x:1: run this on"),
     ],
 )

@@ -290,6 +290,7 @@ def complaint(finished: subprocess.CompletedProcess[str]) -> str:
         (["--gate", "{dir}/file"], "{dir}/file: the file: Invalid JSON"),
         (["--gate", "{dir}/none/gate"], "{dir}/none/gate: No such file or directory"),
         (["--transitions", "{dir}/file"], "{dir}/file: file is not a database; choose another file"),
+        (["--transitions", "htp://x:1"], "--transitions htp://x:1: neither http nor https; give the URL of an"),
         (["--transitions", ""], "--transitions: is empty; give a file, or the URL"),
         (["--policy", ""], "--policy: is empty; give builtin, a model's directory"),
         (["--transitions", "/dev/null/file"], "/dev/null/file: File exists; choose a place that can be written"),

@@ -213,8 +213,8 @@ async def test_one_server_of_several_is_enough(
             pass
         for urls in (f"{gone},{url}", f"{url},{gone}"):
             assert await carried_out(tmp_path / "run", policy_url, urls, latency="0.3") == []
-        assert len(caplog.messages) == 2  # One of each run; nothing was left to be done in the second.
-        assert all(message.startswith(f"world model server {gone} is away") for message in caplog.messages)
+        (message,) = caplog.messages  # Nothing was left to be done in the second run.
+        assert message.startswith(f"world model server {gone} is away")
         assert [exact(line) for line in read_trajectories(tmp_path / "run")] == [[True, True, False, True]] * 2
         settings = json.loads((tmp_path / "run" / "run.json").read_text())
         assert settings["world_model"] == str(tmp_path / "world-model")

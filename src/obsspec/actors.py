@@ -83,12 +83,13 @@ def _check_there(address: str) -> None:
     if address.startswith("ray://"):
         raise InputError(f"--ray {address}: run this on a machine of the cluster, with auto")
     host, _, port = address.rpartition(":")
-    if not port.isdecimal() or int(port) > _LAST_PORT:
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or "/" in host or not port.isdecimal() or int(port) > _LAST_PORT:
         raise _nowhere(address, "is not local, auto or HOST:PORT")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-    except OSError as error:
-        raise _nowhere(address, error.strerror or str(error)) from None
+    except (OSError, UnicodeError) as error:  # The latter for a name that can be none.
+        raise _nowhere(address, getattr(error, "strerror", None) or str(error)) from None
     # This is `ray status`. It waits for whatever else listens there, such as Ray's own dashboard.
     ask = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
     try:

@@ -69,7 +69,8 @@ class Log:
     skipped: list[str] = field(default_factory=list)
     """What could not be read, and why: a line each."""
     incomplete: int = 0
-    """Steps that executed nothing, or of which the output is not told, such as the last of an agent that hands in."""
+    """Of JSON lines with a step each: those that executed nothing, or of which the output is not told, such as the last
+    of an agent that hands in."""
     keeps_directory: bool = True
     """Whether ``cd`` lasts from one command to the next, as far as the commands tell."""
     _latest: deque[tuple[list[Json], int]] = field(

@@ -134,6 +134,7 @@ def _check_url(url: str) -> None:
     try:
         parsed = httpx.URL(url)
         reason = None if parsed.host and (parsed.port or 0) <= _HIGHEST_PORT else "names no host and port"
+        reason = reason if parsed.scheme in ("http", "https") else "neither http nor https"
     except httpx.InvalidURL as error:
         reason = str(error)
     if reason is not None:

@@ -196,11 +196,15 @@ class Transitions:
             with _explained(path):
                 database.execute("PRAGMA query_only = ON")
                 _patiently(database, partial(_check, database, path))
+            failure: Exception | None = None
             try:
                 yield cls(path, database, math.inf, sys.maxsize)
-            finally:
-                if mode == _ALONE and _changed_at(path) != before:
-                    raise InputError(f"{path}: was written while it was read; read it again")
+            except Exception as error:
+                failure = error
+            if mode == _ALONE and _changed_at(path) != before:
+                raise InputError(f"{path}: was written while it was read; read it again")
+            if failure is not None:
+                raise failure
 
     def __len__(self) -> int:
         with self._transaction("DEFERRED"):
