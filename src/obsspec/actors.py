@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import AuthenticationError, RayActorError, RayTaskError
 
 from obsspec.background import raising_alone
-from obsspec.errors import InputError
+from obsspec.errors import InputError, host_and_port
 from obsspec.rollout import Failure
 from obsspec.types import Task
 
@@ -38,7 +38,6 @@ _DEATHS = 3
 """So often may an actor die without a result in between, or a job be lost with its actor."""
 _ACTORS_PER_CORE = 8
 """On a cluster of this machine alone: each is a process that loads what it needs."""
-_LAST_PORT = 65535
 _CONNECT_SECONDS = 10.0
 _ANSWER_SECONDS = 20.0
 """For Ray to say that it is there, which takes it 2 s. It gives up after 40."""
@@ -82,12 +81,12 @@ def _check_there(address: str) -> None:
     """Raises InputError where no Ray cluster answers. Ray itself tries for minutes, and ends the process then."""
     if address.startswith("ray://"):
         raise InputError(f"--ray {address}: run this on a machine of the cluster, with auto")
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or "/" in host or not port.isdecimal() or int(port) > _LAST_PORT:
-        raise _nowhere(address, "is not local, auto or HOST:PORT")
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        host, port = host_and_port(address)
+    except ValueError:
+        raise _nowhere(address, "is not local, auto or HOST:PORT") from None
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
     except (OSError, UnicodeError) as error:  # The latter for a name that can be none.
         raise _nowhere(address, getattr(error, "strerror", None) or str(error)) from None
     # This is `ray status`. It waits for whatever else listens there, such as Ray's own dashboard.

@@ -6,7 +6,6 @@ import errno
 import importlib.metadata
 import inspect
 import json
-import math
 import os
 import signal
 import sys
@@ -23,7 +22,7 @@ from rich.console import Console, ConsoleRenderable
 from rich.table import Table
 from typer.exceptions import TyperException
 
-from obsspec.errors import InputError, writing
+from obsspec.errors import InputError, host_and_port, writing
 from obsspec.policies import Precision
 from obsspec.signals import held_back
 
@@ -83,13 +82,6 @@ _PREDICTOR = "Any of `rules,memory,language_model,timeouts`, or `off`. The langu
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON, for machines.")]
 Threads = Annotated[int, typer.Option(min=1, max=1024, help="Threads for training.")]
 Rank = Annotated[int, typer.Option(min=1, help="Of the low-rank update of every linear layer.")]
-
-
-def _number(value: float) -> float:
-    """For an option with a range: NaN is in any."""
-    if math.isnan(value):
-        raise typer.BadParameter("must be a number")
-    return value
 
 
 def _above_zero(value: float) -> float:
@@ -461,9 +453,7 @@ From = Annotated[
 ]
 HoldOut = Annotated[
     float,
-    typer.Option(
-        min=0.0, max=1.0, callback=_number, help="Share of the tasks that is left out of training and can be scored on."
-    ),
+    typer.Option(min=0.0, max=1.0, help="Share of the tasks that is left out of training and can be scored on."),
 ]
 Weights = Annotated[
     Literal["uniform", "seconds"],
@@ -524,7 +514,6 @@ def world_model_evaluate(
         typer.Option(
             min=0.0,
             max=1.0,
-            callback=_number,
             help="Score on the tasks alone that `train --hold-out` left out; 1 is all.",
         ),
     ] = 1.0,
@@ -583,17 +572,11 @@ def world_model_serve(
         ),
     ] = None,
     sglang: Annotated[str | None, typer.Option(help="The same of an SGLang server.")] = None,
-    publish_seconds: Annotated[
-        float, typer.Option(min=0.0, callback=_number, help="Between two versions, at least.")
-    ] = 120.0,
-    passes: Annotated[
-        float, typer.Option(min=0.0, callback=_number, help="How often a transition is trained on, on average.")
-    ] = 4.0,
+    publish_seconds: Annotated[float, typer.Option(min=0.0, help="Between two versions, at least.")] = 120.0,
+    passes: Annotated[float, typer.Option(min=0.0, help="How often a transition is trained on, on average.")] = 4.0,
     replay: Annotated[
         float,
-        typer.Option(
-            min=0.0, max=1.0, callback=_number, help="Share of what is trained on that is drawn from all there is."
-        ),
+        typer.Option(min=0.0, max=1.0, help="Share of what is trained on that is drawn from all there is."),
     ] = 0.5,
     weights: Weights = "uniform",
     learning_rate: Annotated[
@@ -611,11 +594,15 @@ def world_model_serve(
     less than those that were published last are never published. The same command goes on where one ended.
     """
     # What is wrong is said before PyTorch is loaded, and anything written.
-    on_vllm, on_sglang = _urls("--vllm", vllm), _urls("--sglang", sglang)
-    if listen is not None:
-        from obsspec.training.posting import host_and_port
+    from obsspec.runs import server_urls
 
-        host_and_port(listen)
+    on_vllm = () if vllm is None else server_urls("--vllm", vllm)
+    on_sglang = () if sglang is None else server_urls("--sglang", sglang)
+    if listen is not None:
+        try:
+            host_and_port(listen)
+        except ValueError as error:
+            raise InputError(f"--listen {listen}: {error}; give HOST:PORT, such as 127.0.0.1:8100") from None
     with _interruptible(f"the same command goes on; its versions are in {directory}"):
         with notes.status("loading PyTorch"), held_back():
             import torch
@@ -635,21 +622,6 @@ def world_model_serve(
         base, adapter = training_start(world_model, directory)
         service = Service(store, directory, publish_seconds, listen, on_vllm, on_sglang)
         serve(service, base, adapter, recipe, Pace(passes=passes, replay=replay, weighting=weights), notes)
-
-
-def _urls(option: str, given: str | None) -> tuple[str, ...]:
-    """Of servers, as an option gives them."""
-    if given is None:
-        return ()
-    from obsspec.policies.http import Server
-
-    urls = tuple(given.split(","))
-    try:
-        for url in urls:
-            Server(url)
-    except InputError as error:
-        raise InputError(f"{option} {given}: {error}") from None
-    return urls
 
 
 lab = typer.Typer(

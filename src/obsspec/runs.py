@@ -135,9 +135,7 @@ def find_models(plan: Plan) -> tuple[Plan, Servers]:
         if "language_model" not in plan.predictors():
             remedy = f"add that to --predictor {plan.predictor}"
             raise InputError(f"--world-model {plan.world_model}: only language_model uses it; {remedy}")
-        urls = tuple(plan.world_model.split(","))
-        if "" in urls:
-            raise InputError(f"--world-model {plan.world_model}: no URL before or after a comma; give URL,URL")
+        urls = server_urls("--world-model", plan.world_model)
         common = _common_base(urls, plan.world_model_name)
         # Whoever has said where the tokenizer is need not say it twice.
         tokenizer = plan.tokenizer if base == common and plan.tokenizer else common
@@ -149,6 +147,24 @@ def find_models(plan: Plan) -> tuple[Plan, Servers]:
 def is_url(name: str) -> bool:
     """Whether a model, or a place for transitions, is named by the URL of a server."""
     return "://" in name
+
+
+def server_urls(option: str, given: str) -> tuple[str, ...]:
+    """Of ``URL,URL``, as an option has it. Raises InputError where one is no URL of a server."""
+    from obsspec.policies.http import Server
+
+    urls = tuple(given.split(","))
+    if "" in urls:
+        raise InputError(
+            f"{option} {given}: no URL before or after a comma; give URL,URL, or give a URL like http://localhost:8000 "
+            "alone"
+        )
+    try:
+        for url in urls:
+            Server(url)
+    except InputError as error:
+        raise InputError(f"{option} {given}: {error}") from None
+    return urls
 
 
 def _common_base(urls: Sequence[str], name: str | None) -> str:

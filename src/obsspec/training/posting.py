@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -13,29 +12,17 @@ from threading import Event, Thread
 
 import httpx
 
-from obsspec.errors import InputError
+from obsspec.errors import LAST_PORT, InputError
 from obsspec.training.transitions import posted_line
 from obsspec.types import Observation, Query
 
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 20_000
 _BATCH = 200
-_HIGHEST_PORT = 65535
 _IDLE_SECONDS = 0.2
 _RETRY_SECONDS = 1.0
 _LAST_SECONDS = 20.0
 """For what still waits when the rollouts have ended."""
-
-
-def host_and_port(listen: str) -> tuple[str, int]:
-    """Of where the service listens, ``HOST:PORT`` or ``[HOST]:PORT``. Raises InputError where it is neither."""
-    host, _, port = listen.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > _HIGHEST_PORT:
-        raise InputError(
-            f"--listen {listen}: no host with a port from 0 to {_HIGHEST_PORT}; give HOST:PORT, such as 127.0.0.1:8100"
-        )
-    return host, int(port)
 
 
 class PostedTransitions:
@@ -133,7 +120,7 @@ class PostedTransitions:
 def _check_url(url: str) -> None:
     try:
         parsed = httpx.URL(url)
-        reason = None if parsed.host and (parsed.port or 0) <= _HIGHEST_PORT else "names no host and port"
+        reason = None if parsed.host and (parsed.port or 0) <= LAST_PORT else "names no host and port"
         reason = reason if parsed.scheme in ("http", "https") else "neither http nor https"
     except httpx.InvalidURL as error:
         reason = str(error)

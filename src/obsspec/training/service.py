@@ -29,11 +29,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from obsspec.background import background
-from obsspec.errors import InputError
+from obsspec.errors import InputError, host_and_port
 from obsspec.policies.http import Server
 from obsspec.training.cotraining import CoTraining, Pace
 from obsspec.training.finetune import Recipe, load_trainable
-from obsspec.training.posting import host_and_port
 from obsspec.training.publishing import Publisher, SglangAdapters, SglangWeights, VllmAdapters, VllmWeights
 from obsspec.training.transitions import Transitions
 from obsspec.training.versions import current_version, publishing_alone
@@ -241,11 +240,11 @@ def application(training: CoTraining, transitions: Transitions) -> Starlette:
 
 def bind(where: str) -> socket.socket:
     """A socket at ``HOST:PORT``; port 0 takes any that is free. Raises InputError where that is none, or taken."""
-    host, port = host_and_port(where)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        host, port = host_and_port(where)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
-    except (OSError, UnicodeError) as error:  # The latter for a name that can be none.
+    except (OSError, ValueError) as error:  # The latter also for a name that can be none.
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"--listen {where}: {reason}; give HOST:PORT of this machine, and a free port") from None
 

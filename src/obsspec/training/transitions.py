@@ -245,7 +245,7 @@ class Transitions:
         while True:
             with self._transaction("DEFERRED"):  # One view of the file, so that histories are whole.
                 rows = self._database.execute(query, (id,)).fetchall()
-                batch = [self._transition(self._stored(row)) for row in rows]
+                batch = self._with_histories([self._stored(row) for row in rows])
             if not batch:
                 return
             yield from batch
@@ -448,14 +448,18 @@ class Transitions:
                 (kept,),
             ).rowcount
 
-    def _transition(self, stored: _Stored) -> Transition:
-        line = stored.line
+    def _with_histories(self, batch: Sequence[_Stored]) -> list[Transition]:
+        """Each rollout is read once, for most steps of one are in the same batch."""
         query = f"{_SELECT} WHERE key = ? AND place < ? ORDER BY place"
-        history = [self._stored(row).line for row in self._database.execute(query, (line.rollout, line.place))]
-        exchanges = tuple(Exchange(earlier.command, earlier.observation) for earlier in history)
-        observation = Observation(line.observation, line.seconds, line.exit_code, line.timed_out)
-        asked = Query(line.task, line.instruction, exchanges, line.command)
-        return Transition(stored.id, line.rollout, asked, observation, line.created)
+        latest = {each.line.rollout: each.line.place for each in batch}  # They come in the order of their places.
+        rollouts: dict[str, list[tuple[int, Exchange]]] = {}
+        for key, place in latest.items():
+            lines = [self._stored(row).line for row in self._database.execute(query, (key, place))]
+            rollouts[key] = [(line.place, Exchange(line.command, line.observation)) for line in lines]
+        return [
+            _transition(each, tuple(done for place, done in rollouts[each.line.rollout] if place < each.line.place))
+            for each in batch
+        ]
 
     @contextmanager
     def _transaction(self, kind: Literal["IMMEDIATE", "DEFERRED"]) -> Iterator[None]:
@@ -555,6 +559,13 @@ def _line(rollout: str, query: Query, observation: Observation, created: float) 
         timed_out=observation.timed_out,
         created=created,
     )
+
+
+def _transition(stored: _Stored, history: tuple[Exchange, ...]) -> Transition:
+    line = stored.line
+    observation = Observation(line.observation, line.seconds, line.exit_code, line.timed_out)
+    query = Query(line.task, line.instruction, history, line.command)
+    return Transition(stored.id, line.rollout, query, observation, line.created)
 
 
 def _same_rollout(first: _Line, second: _Line) -> bool:
