@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -132,11 +133,24 @@ def test_what_listens_there_may_be_no_cluster(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         line = refused("--ray", address, "--output", str(tmp_path / "run"))
-    assert f"--ray {address}: what listens there does not answer as a Ray cluster does; start a cluster" in line
+    assert f"--ray {address}: what is there does not answer as a Ray cluster does; start a cluster" in line
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_auto_may_mean_what_is_no_cluster(listens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the shell still has the address of one that is gone."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}" if listens else "127.0.0.1:1"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        start = time.monotonic()
+        line = refused("--ray", "auto", "--output", str(tmp_path / "run"))
+    assert "--ray auto: " in line
+    assert "; start a cluster with `ray start --head`, or give local" in line
+    assert time.monotonic() - start < 60, "Ray itself tries for two minutes"
 
 
 def test_a_cluster_may_ask_for_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does that is started where Ray has left a token before."""
+    """As one does that is started where Ray has left a token before, and finds there what is on the same machine."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("a" * 64)
@@ -151,8 +165,11 @@ def test_a_cluster_may_ask_for_a_token(tmp_path: Path, monkeypatch: pytest.Monke
                 wait_for(lambda: is_healthy(address))
                 assert "model nowhere" in refused("--ray", address, "--output", str(tmp_path / "run"))
                 monkeypatch.delenv("RAY_AUTH_MODE")
-                line = refused("--ray", address, "--output", str(tmp_path / "run"))
-                assert "the cluster asks for a token; set RAY_AUTH_MODE=token" in line
+                asks = "the cluster asks for a token; set RAY_AUTH_MODE=token"
+                assert asks in refused("--ray", address, "--output", str(tmp_path / "run"))
+                assert "model nowhere" in refused("--ray", "auto", "--output", str(tmp_path / "run"))
+                monkeypatch.setenv("RAY_ADDRESS", address)
+                assert asks in refused("--ray", "auto", "--output", str(tmp_path / "run"))
             finally:
                 child.terminate()
 
@@ -275,17 +292,19 @@ def test_a_run_on_ray_is_the_run_of_one_process(base: str, tmp_path: Path) -> No
     assert store.exists()
 
 
-def test_interrupted_it_leaves_nothing_running(base: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_it_leaves_nothing_running(sent: signal.Signals, code: int, base: str, tmp_path: Path) -> None:
     output = tmp_path / "run"
     command = [*OBSSPEC, *options(base, output), "--ray", "local", "--actors", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0) as child:
         wait_for_lines(output / "trajectories.jsonl", 1)
         started = [each.pid for each in psutil.Process(child.pid).children(recursive=True)]
-        os.killpg(child.pid, signal.SIGINT)
+        os.killpg(child.pid, sent)
         _, stderr = child.communicate(timeout=60)
-    assert child.returncode == 130, stderr
+    assert child.returncode == code, stderr
     assert stderr.splitlines()[-1].startswith("obsspec: interrupted; ")
     assert "Traceback" not in stderr
+    assert "***" not in stderr, "Ray's own way to end"
     wait_for(lambda: not any(map(is_alive, started)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -539,6 +540,24 @@ def test_a_line_that_is_no_utf8_is_named_and_costs_only_itself(tmp_path: Path) -
     ]
 
 
+def test_files_may_have_any_names(tmp_path: Path) -> None:
+    """A report can be written all the same."""
+    odd = tmp_path / os.fsdecode(b"caf\xe9")
+    odd.mkdir()
+    (odd / os.fsdecode(b"\xff.jsonl")).write_text(lines([*STEPS, 3]))
+    (odd / os.fsdecode(b"\xfe.json")).write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "log.jsonl").write_text(lines(STEPS))
+    finished = obsspec("analyze", str(tmp_path), str(odd), "--output", str(tmp_path / "report"), "--json")
+    assert finished.returncode == 0, finished.stderr
+    skipped = json.loads(finished.stdout)["skipped"]
+    assert [line.rpartition("/")[2].partition(":")[0] for line in skipped] == ["?.json", "?.jsonl, line 3"]
+    assert {file.name for file in (tmp_path / "report").iterdir()} == {
+        "analysis.html",
+        "analysis.json",
+        "steps.parquet",
+    }
+
+
 def test_a_document_that_is_no_utf8_is_named_once(tmp_path: Path) -> None:
     chat = json.dumps({"messages": [*OPENAI, *[{"role": "user", "content": "\xe9"}] * 3]}, ensure_ascii=False, indent=1)
     (tmp_path / "a.json").write_bytes(chat.encode("latin-1"))
@@ -590,6 +609,7 @@ def test_a_file_that_is_cut_short_costs_only_itself(tmp_path: Path) -> None:
         (b"\x1f\x8bnot gzip", "give a log"),
         (b'{"messages": []}', "no step of any agent"),
         (b'{"a": 1}', "neither messages nor command and output"),
+        (b'{"command": "ls", "output": null}\n' * 2, "(2 steps have no command or no output, and are left out)"),
     ],
 )
 def test_what_is_no_log_is_one_line(tmp_path: Path, content: bytes | None, complaint: str) -> None:
@@ -719,7 +739,7 @@ def test_the_command_tells_what_a_log_would_save(tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         (["missing.jsonl"], "missing.jsonl: no such file"),
-        (["{log}", "--times", "nowhere"], "nowhere"),
+        (["{log}", "--times", "nowhere"], "--times nowhere: No such file or directory; give a TOML file or one of"),
         (["{log}", "--output", "/proc/no"], "--output /proc/no"),
         (["{log}", "--output", "{log}"], "File exists; choose a directory"),
     ],
@@ -734,20 +754,23 @@ def test_what_the_command_cannot_use_is_one_line(tmp_path: Path, arguments: list
 
 
 @pytest.mark.parametrize("name", ["analysis.json", "analysis.html", "steps.parquet"])
-@pytest.mark.parametrize("obstacle", ["directory", "may not be written"])
+@pytest.mark.parametrize("obstacle", ["directory", "pipe", "link to nowhere", "may not be written"])
 def test_an_output_that_cannot_be_written_is_known_before_the_work(
     tmp_path: Path, unprivileged: list[str], name: str, obstacle: str
 ) -> None:
     (tmp_path / "log.jsonl").write_text(lines(STEPS))
     place = tmp_path / "out" / name
+    place.parent.mkdir()
     if obstacle == "directory":
-        place.mkdir(parents=True)
+        place.mkdir()
+    elif obstacle == "pipe":
+        os.mkfifo(place)
+    elif obstacle == "link to nowhere":
+        place.symlink_to(tmp_path / "nowhere" / name)
     else:
-        place.parent.mkdir()
         place.touch(0o444)
-    refused_before_the_work(
-        tmp_path, unprivileged, rf": {name}: (Is a directory|Permission denied); choose a directory"
-    )
+    reason = "(no file to write to|No such file or directory|Permission denied)"
+    refused_before_the_work(tmp_path, unprivileged, rf": {name}: {reason}; choose a")
     assert list(place.parent.iterdir()) == [place]
 
 

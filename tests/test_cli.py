@@ -24,9 +24,9 @@ from obsspec.signals import held_back
 OBSSPEC = (sys.executable, "-c", "from obsspec.cli import main; main()")
 
 
-def obsspec(*arguments: str | Path, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+def obsspec(*arguments: str | Path, seconds: float = 300, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*OBSSPEC, *map(str, arguments)], capture_output=True, text=True, timeout=seconds, check=False
+        [*OBSSPEC, *map(str, arguments)], capture_output=True, text=True, timeout=seconds, check=False, cwd=cwd
     )
 
 
@@ -291,8 +291,8 @@ def complaint(finished: subprocess.CompletedProcess[str]) -> str:
         (["--gate", "{dir}/none/gate"], "{dir}/none/gate: No such file or directory"),
         (["--transitions", "{dir}/file"], "{dir}/file: file is not a database; choose another file"),
         (["--transitions", "htp://x:1"], "--transitions htp://x:1: neither http nor https; give the URL of an"),
-        (["--transitions", ""], "--transitions: is empty; give a file, or the URL"),
-        (["--policy", ""], "--policy: is empty; give builtin, a model's directory"),
+        (["--policy", "http://127.0.0.1:9,http://127.0.0.1:7"], ": several servers; give the URL of one"),
+        (["--policy", "http://"], "--policy http://: server http://: "),
         (["--transitions", "/dev/null/file"], "/dev/null/file: File exists; choose a place that can be written"),
     ],
 )
@@ -306,6 +306,30 @@ def test_bad_input_is_refused_in_one_line(policy: Path, tmp_path: Path, options:
     good = ["--policy", str(policy), "--output", str(tmp_path / "run"), "--tasks", "generated:text/easy/0"]
     given = [option.format(dir=tmp_path) for option in options]
     assert message.format(dir=tmp_path) in complaint(obsspec("rollout", *good, "--predictor", "off", *given))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("rollout", "--tasks", "generated:text/easy/0", "--output", ""), "--output"),
+        (("rollout", "--tasks", "generated:text/easy/0", "--output=", "--resume"), "--output"),
+        (
+            ("rollout", "--tasks", "generated:text/easy/0", "--output", "{dir}/run", "--transitions", " "),
+            "--transitions",
+        ),
+        (("analyze", "{dir}", "--times", ""), "--times"),
+        (("analyze", ""), "an argument"),
+        (("analyze", "{dir}", "--json", ""), "--json"),
+    ],
+)
+def test_what_is_empty_is_named_and_is_not_the_current_directory(
+    tmp_path: Path, arguments: tuple[str, ...], named: str
+) -> None:
+    """As a variable of a shell is that was never set."""
+    (tmp_path / "log.jsonl").write_text('{"command": "ls", "output": "a"}\n')
+    finished = obsspec(*(argument.format(dir=tmp_path) for argument in arguments), cwd=tmp_path)
+    assert complaint(finished) == f"obsspec: {named}: is empty; give a value, or leave it out"
+    assert [file.name for file in tmp_path.iterdir()] == ["log.jsonl"]
 
 
 def test_a_full_disk_is_said_in_one_line(policy: Path, tmp_path: Path) -> None:

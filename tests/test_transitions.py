@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import signal
@@ -628,6 +629,15 @@ def test_what_was_added_last_is_not_left_out_where_it_cannot_be_read(tmp_path: P
     assert not Path(f"{path}-shm").exists()
 
 
+@pytest.mark.parametrize("ending", ["", "-wal", "-shm"])
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, unprivileged: list[str], ending: str) -> None:
+    path = tmp_path / "in" / "transitions.sqlite"
+    with Transitions.open(path) as transitions:
+        add(transitions, "first", printing("a"))
+        Path(f"{path}{ending}").chmod(0)
+        assert f"{path}: {path}{ending} may not be read; " in printed(READING, path, prefix=unprivileged)
+
+
 READERS: dict[str, Callable[[Transitions], object]] = {
     "after": lambda transitions: list(transitions.after()),
     "of a history": lambda transitions: list(transitions.after(1)),
@@ -694,6 +704,14 @@ def test_reading_what_is_no_store_is_one_line_and_makes_none(tmp_path: Path, con
     with pytest.raises(InputError, match=message), Transitions.reading(path):
         pass
     assert (path.read_bytes() if path.exists() else None) == content
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_reading_what_is_no_file_is_one_line(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "transitions.sqlite"
+    make(path)
+    with pytest.raises(InputError, match=r"transitions\.sqlite: no file; give a store"), Transitions.reading(path):
+        pass
 
 
 # Rollouts.

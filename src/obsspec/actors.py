@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -60,13 +63,18 @@ def connected(address: str, actors: int) -> Iterator[None]:
                 f"--actors {_ACTORS_PER_CORE * cores}, with more of --concurrency"
             )
         options |= {"num_cpus": max(actors, cores), "include_dashboard": False}
-    elif address != "auto":
-        _check_there(address)
+    else:
+        if address != "auto":
+            _check_listening(address)
+        _check_answers(address)
+    on_termination = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, **options)
     except (OSError, ValueError, RuntimeError, AuthenticationError) as error:
-        what, _, _ = " ".join(str(error).split()).partition(" Please specify")  # An option of Ray's own.
-        raise _nowhere(address, what[:200].rstrip(".")) from None
+        raise _nowhere(address, str(error)) from None
+    if threading.current_thread() is threading.main_thread():
+        # Ray has put its own in place, which prints stacks and ends the process without cleaning up.
+        signal.signal(signal.SIGTERM, on_termination)
     try:
         yield
     finally:
@@ -74,11 +82,14 @@ def connected(address: str, actors: int) -> Iterator[None]:
 
 
 def _nowhere(address: str, reason: str) -> InputError:
-    return InputError(f"--ray {address}: {reason}; start a cluster with `ray start --head`, or give local")
+    what, _, _ = " ".join(reason.split()).partition(" Please specify")  # An option of Ray's own.
+    return InputError(
+        f"--ray {address}: {what[:200].rstrip('.')}; start a cluster with `ray start --head`, or give local"
+    )
 
 
-def _check_there(address: str) -> None:
-    """Raises InputError where no Ray cluster answers. Ray itself tries for minutes, and ends the process then."""
+def _check_listening(address: str) -> None:
+    """Raises InputError where nothing does, or what is given is no address."""
     if address.startswith("ray://"):
         raise InputError(f"--ray {address}: run this on a machine of the cluster, with auto")
     try:
@@ -89,19 +100,29 @@ def _check_there(address: str) -> None:
         socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
     except (OSError, UnicodeError) as error:  # The latter for a name that can be none.
         raise _nowhere(address, getattr(error, "strerror", None) or str(error)) from None
-    # This is `ray status`. It waits for whatever else listens there, such as Ray's own dashboard.
-    ask = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
+
+
+def _check_answers(address: str) -> None:
+    """Raises InputError where no Ray cluster answers. Ray itself tries for minutes, and ends the process then."""
+    # This is `ray status`, which finds what `auto` is as `ray.init` does. It waits for whatever else listens there,
+    # such as Ray's own dashboard.
+    ask = [sys.executable, "-m", "ray.scripts.scripts", "status"]
+    if address != "auto":
+        ask += ["--address", address]
     try:
         answer = subprocess.run(ask, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise _nowhere(address, "what listens there does not answer as a Ray cluster does") from None
+        raise _nowhere(address, "what is there does not answer as a Ray cluster does") from None
     if "AuthenticationError" in answer.stderr:
+        if address == "auto" and "RAY_ADDRESS" not in os.environ:
+            return  # It is there. To one that Ray has found by itself `ray.init` gives the token.
         raise InputError(
             f"--ray {address}: the cluster asks for a token; set RAY_AUTH_MODE=token, with the cluster's token in "
             "~/.ray/auth_token"
         )
     if answer.returncode:
-        raise _nowhere(address, answer.stderr.strip().rpartition("\n")[2])
+        last = answer.stderr.strip().rpartition("\n")[2]
+        raise _nowhere(address, re.sub(r"^\w+Error: ", "", last))
 
 
 async def spread(

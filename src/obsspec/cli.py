@@ -784,6 +784,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # It cleans up as Ctrl-C does.
     try:
+        _check_none_is_empty(sys.argv[1:])
         code = app(standalone_mode=False)
         interruption = "" if code == _INTERRUPTED else None  # Typer returns it for a KeyboardInterrupt.
     except Interruption as error:
@@ -797,6 +798,17 @@ def main() -> None:
         print(f"obsspec: interrupted{interruption}", file=sys.stderr)
         code = _TERMINATED if signal.SIGTERM in stop_requested() else _INTERRUPTED
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _check_none_is_empty(arguments: list[str]) -> None:
+    """Raises InputError where one is, as is a variable of a shell that was never set. Read as a path it would be the
+    current directory."""
+    before = "an argument"
+    for argument in arguments:
+        option, has_value, value = argument.partition("=")
+        if not argument.strip() or (option.startswith("--") and has_value and not value.strip()):
+            raise InputError(f"{option.strip() or before}: is empty; give a value, or leave it out")
+        before = argument if argument.startswith("-") else "an argument"
 
 
 def _watch_for_signals() -> Callable[[], set[int]]:

@@ -126,8 +126,11 @@ def find_models(plan: Plan) -> tuple[Plan, Servers]:
         )
     servers, base = Servers(), None
     if on_server[0]:
-        served = _ask(plan.policy, plan.model)
-        servers, base = replace(servers, policy=plan.policy), served.base
+        url, *others = server_urls("--policy", plan.policy)
+        if others:
+            raise InputError(f"--policy {plan.policy}: several servers; give the URL of one")
+        served = _ask(url, plan.model)
+        servers, base = replace(servers, policy=url), served.base
         plan = replace(plan, policy=served.weights, model=served.name, tokenizer=plan.tokenizer or base)
     if on_server[1] and not plan.predictors():
         plan = replace(plan, world_model=BUILTIN, world_model_name=None)  # No server has to be there for nothing.
@@ -150,10 +153,10 @@ def is_url(name: str) -> bool:
 
 
 def server_urls(option: str, given: str) -> tuple[str, ...]:
-    """Of ``URL,URL``, as an option has it. Raises InputError where one is no URL of a server."""
+    """Of ``URL,URL``, as an option has it: each of them once. Raises InputError where one is no URL of a server."""
     from obsspec.policies.http import Server
 
-    urls = tuple(given.split(","))
+    urls = tuple(dict.fromkeys(url.strip() for url in given.split(",")))
     if "" in urls:
         raise InputError(
             f"{option} {given}: no URL before or after a comma; give URL,URL, or give a URL like http://localhost:8000 "
@@ -221,10 +224,6 @@ class Means:
         """Raises InputError for what does not go together."""
         if self.ray is None and self.actors is not None:
             raise InputError(f"--actors {self.actors}: these are processes of a Ray cluster; say which with --ray")
-        if self.transitions == "":  # As a path it would be the current directory.
-            raise InputError(
-                "--transitions: is empty; give a file, or the URL of an `obsspec world-model serve --listen`"
-            )
         if self.ray not in (None, "local") and self.transitions is not None and not is_url(self.transitions):
             raise InputError(
                 f"--transitions {self.transitions}: other machines of the cluster do not have this file; give the URL "

@@ -123,13 +123,14 @@ def read_log(*paths: Path) -> Log:
                 if named:
                     raise InputError(f"{reason}; give a log that can be read") from None
                 log.skipped.append(reason)
+    log.skipped = [_writable(line) for line in log.skipped]  # Names of files may be any bytes.
     if not log.steps:
         for path in paths:
             for file in path.glob("*") if path.is_dir() else ():
                 if os.access(file, os.R_OK) and file.is_file() and is_store(file):
                     raise _store_given(file)
-        skipped = f" ({log.skipped[0]})" if log.skipped else ""
-        raise InputError(f"{', '.join(map(str, paths))}: no step of any agent{skipped}; known are {FORMATS}")
+        reason = next((f" ({sentence.rstrip('.')})" for sentence in log.left_out()), "")
+        raise InputError(f"{', '.join(map(str, paths))}: no step of any agent{reason}; known are {FORMATS}")
     log.keeps_directory = _keeps_directory(log)
     return log
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from obsspec.analysis.formats import Log
 from obsspec.analysis.prediction import Prediction
 from obsspec.analysis.savings import Losses, Savings, Times, advice
-from obsspec.errors import writing
+from obsspec.errors import InputError, writing
 from obsspec.shell import kind_of
 
 _MOST_KINDS = 12
@@ -216,7 +216,9 @@ def check_writable(directory: Path) -> None:
         TemporaryFile(dir=directory).close()
     for file in (directory / name for name in _FILES):
         with writing(f"--output {directory}: {file.name}", "directory"):
-            if file.exists():
+            if file.exists() and not file.is_file():
+                raise InputError(f"--output {directory}: {file.name}: no file to write to; choose another directory")
+            if file.exists() or file.is_symlink():  # Which may point to where nothing can be written.
                 file.open("ab").close()
 
 

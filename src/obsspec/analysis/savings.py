@@ -14,6 +14,7 @@ from statistics import median
 
 from obsspec.analysis.formats import Log, LoggedStep
 from obsspec.analysis.prediction import Prediction
+from obsspec.errors import InputError
 from obsspec.lab.run import Figures, Point, run
 from obsspec.lab.workload import Workload, read, validated
 from obsspec.lab.world import RecordedTurn, RecordedWorld
@@ -93,7 +94,10 @@ class Source:
     @classmethod
     def of(cls, name: str) -> Source:
         """A shipped workload. Raises InputError where there is none of that name."""
-        return cls(name, validated(read(name), name))
+        try:
+            return cls(name, validated(read(name), name))
+        except InputError as error:
+            raise InputError(f"--times {error}") from None
 
     def tool_seconds(self, uniform: float) -> float:
         tool = self.workload.tool

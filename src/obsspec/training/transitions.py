@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sqlite3
+import stat
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -669,9 +670,12 @@ def _reading_mode(path: Path) -> str:
     can use those of others. Where there are none, nobody has it open, and it can be read as it is.
     """
     real = path.resolve()
+    latest, shared = (Path(f"{real}{suffix}") for suffix in ("-wal", "-shm"))
+    for file in (real, latest, shared):
+        if file.exists() and not os.access(file, os.R_OK):
+            raise InputError(f"{path}: {file} may not be read; ask its owner, or give a copy that you can read")
     if os.access(real, os.W_OK) and os.access(real.parent, os.W_OK):
         return "rw"
-    latest, shared = (Path(f"{real}{suffix}") for suffix in ("-wal", "-shm"))
     if latest.exists() and shared.exists():
         return "ro"
     if latest.exists() and latest.stat().st_size > 0:
@@ -688,6 +692,8 @@ def _changed_at(path: Path) -> tuple[int, int, int]:
         status = path.stat()
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; give a store that rollouts have written to") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{path}: no file; give a store that rollouts have written to")
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
