@@ -221,12 +221,12 @@ SERVE = ["world-model", "serve", "{store}", "--output", "{dir}/x"]
         *((SERVE, "--publish-seconds", value, "") for value in ("-1", "nan")),
         *(
             (SERVE, "--listen", value, "give HOST:PORT, such as")
-            for value in ("here", "", ":8100", "h:abc", "h:65536", "h:1_0")
+            for value in ("here", ":8100", "h:abc", "h:65536", "h:1_0")
         ),
         *(
             (SERVE, option, value, "give a URL like http://localhost:8000")
             for option, value in (
-                *(("--vllm", value) for value in ("", "localhost,", "http://one,", ",http://one", "http://h:99999")),
+                *(("--vllm", value) for value in ("localhost,", "http://one,", ",http://one", "http://h:99999")),
                 ("--sglang", "http://one,two"),
             )
         ),
